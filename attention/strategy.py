@@ -1,0 +1,45 @@
+"""What computes a pass's attention, and how one is made."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from attention.layout import Layout
+from attention.plans import Pages, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attention.kv_pages import KvPages
+
+
+class MaskKey(NamedTuple):
+    """What a model's layers may differ in: a pass has one plan for each."""
+
+    window: int | None = None
+    soft_cap: float = 0.0
+
+
+# (layer, q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], scale, key) -> [rows, heads, head_dim]
+Attend = Callable[[int, "Tensor", "Tensor", "Tensor", float, MaskKey], "Tensor"]
+
+
+class Attention(ABC):
+    """Runs any plan of a pass. One object lives as long as its engine."""
+
+    name: str
+
+    @abstractmethod
+    def begin(self, layout: Layout, pages: Pages, plans: Mapping[MaskKey, Plan]) -> Attend:
+        """Prepares one pass, once for all of its layers; the answer is called layer after layer."""
+
+
+def make(backend: str, kv_pages: KvPages) -> Attention:
+    """The attention called `backend`. Heavy imports happen here, for the one that is asked for."""
+    if backend == "torch":
+        from attention.torch_backend import TorchAttention
+
+        return TorchAttention(kv_pages)
+    raise ValueError(f"unknown attention backend {backend!r}: use 'torch'")

@@ -1,0 +1,1 @@
+"""From many requests to one pass and back."""

@@ -1,0 +1,146 @@
+"""What travels between tokenisation, the batcher and the device: ids and offsets, no text and no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attention.layout import Layout
+from attention.plans import Strategy
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """One document as it follows the prefix.
+
+    ids           [n]     token ids, template included, n >= 1
+    read_offsets  [r]     positions within the item whose next-token logits are read
+    read_ids      [r, k]  the token ids whose logits are wanted at each of them
+    """
+
+    ids: Ints
+    read_offsets: Ints
+    read_ids: Ints
+
+    def __post_init__(self) -> None:
+        assert self.ids.ndim == 1, "ids is one row of token ids"
+        assert len(self.ids) > 0, "an item has at least one token"
+        assert self.read_ids.shape[:1] == self.read_offsets.shape, "one row of read_ids a read offset"
+        assert ((self.read_offsets >= 0) & (self.read_offsets < len(self.ids))).all(), "reads lie inside the item"
+
+    def key(self) -> bytes:
+        """Equal for items that get equal scores behind the same prefix."""
+        return b"|".join(part.tobytes() for part in (self.ids, self.read_offsets, self.read_ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedRequest:
+    """A prefix and the items behind it.
+
+    prefix     [P]  token ids; P may be 0
+    normalize       also read the log-sum-exp over the vocabulary at every read
+    strategy        None: the service chooses
+    """
+
+    prefix: Ints
+    items: tuple[Item, ...]
+    normalize: bool = False
+    strategy: Strategy | None = None
+    tenant: str = ""
+    priority: int = 0
+
+    @property
+    def item_tokens(self) -> int:
+        return sum(len(item.ids) for item in self.items)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prefix) + self.item_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """What the model said of one item.
+
+    logits  [r, k]  fp32, raw logits of the item's read_ids
+    lse     [r]     fp32, log-sum-exp over the vocabulary; None unless the request asked to normalize
+    """
+
+    logits: Floats
+    lse: Floats | None
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Where one range of a pass's reads belongs: reads [first, last) are item `item` of request `request`."""
+
+    request: int
+    item: int
+    first: int
+    last: int
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """One forward pass as plain arrays. T rows are computed, R of them are read.
+
+    input_ids     [T]    token id of each row
+    position_ids  [T]    position of each row along its own path
+    read_rows     [R]    rows whose hidden state goes to the head, ascending within a share
+    read_indptr   [R+1]  read_ids[read_indptr[r]:read_indptr[r+1]] are wanted at read r
+    read_ids      [..]   token ids
+    normalize     [R]    whether the log-sum-exp over the vocabulary is wanted there
+    leaf_strategies      the strategy of each leaf segment of `layout`, in segment order
+    pages                for each segment of `layout`: ids of the pages that keep its K/V beyond this pass, or None
+    """
+
+    layout: Layout
+    leaf_strategies: tuple[Strategy, ...]
+    input_ids: Ints
+    position_ids: Ints
+    read_rows: Ints
+    read_indptr: Ints
+    read_ids: Ints
+    normalize: NDArray[np.bool_]
+    shares: tuple[Share, ...]
+    pages: tuple[Ints | None, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reads:
+    """What the device returns for one PackedBatch.
+
+    logits  [len(read_ids)]  fp32
+    lse     [R]              fp32, NaN where not asked for
+    """
+
+    logits: Floats
+    lse: Floats
+    plan_seconds: float = 0.0
+    forward_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestScores:
+    """A request's answer: one Scored an item, in the request's order, and what it cost."""
+
+    scored: tuple[Scored, ...]
+    reason: str
+    computed_tokens: int
+    cached_prefix_tokens: int
+    passes: int
+    queue_seconds: float
+    plan_seconds: float
+    forward_seconds: float
+    strategies: dict[Strategy, int] = field(default_factory=dict)

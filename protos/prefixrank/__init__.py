@@ -1,0 +1,1 @@
+"""The wire format: generated from `protos/prefixrank/v1/scorer.proto`."""

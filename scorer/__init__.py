@@ -1,0 +1,1 @@
+"""Text in, scores out, over gRPC. `scorer.client` is the public import."""

@@ -1,0 +1,123 @@
+"""The settings: read once from flags, environment and file, complete before they are frozen.
+
+This is the only module that reads the environment or a settings file. An unknown or malformed value stops the start.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from scorer.errors import ConfigError
+
+ENV_PREFIX = "PREFIXRANK_"
+EMBEDDED = "embedded"
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may ask. All are counts of tokens unless the name says otherwise.
+
+    max_request_tokens refuses; max_pass_tokens splits. max_context_tokens bounds prefix and one item together.
+    """
+
+    max_documents: int
+    max_request_tokens: int
+    max_pass_tokens: int
+    max_context_tokens: int
+    max_query_tokens: int
+    default_tokens_per_document: int
+    max_tokens_per_document: int
+    max_message_bytes: int
+    vocabulary_size: int
+
+
+class Config(BaseModel):
+    """Every setting of the service. The field's name is the flag (`--max-pass-tokens`) and, in capitals behind
+    PREFIXRANK_, the environment variable; flags win over the environment, the environment over the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(EMBEDDED, description="a directory with safetensors, a .gguf file, or 'embedded'")
+    profile: str | None = Field(None, description="name of a built-in profile or path of a TOML file")
+    allow_download: bool = Field(False, description="let --model name a repository on the Hugging Face hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and activations")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    threads: int = Field(0, ge=0, description="torch threads on a CPU; 0: torch's own choice")
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")
+    metrics_port: int = Field(9100, ge=-1, le=65535, description="Prometheus port; 0: any free one, -1: none")
+    max_message_bytes: int = Field(64 * MiB, ge=1024, description="largest gRPC message, in and out")
+    drain_seconds: float = Field(30.0, ge=0, description="how long SIGTERM waits for accepted calls")
+
+    max_documents: int = Field(2000, ge=1, description="documents of one request; more is refused")
+    max_request_tokens: int = Field(4 * MiB, ge=1, description="tokens of one request; more is refused")
+    max_pass_tokens: int = Field(8192, ge=16, description="tokens of one forward pass; a larger request is split")
+    max_queue_tokens: int = Field(16 * MiB, ge=1, description="tokens waiting; above it calls are refused")
+    max_context_tokens: int = Field(0, ge=0, description="prefix and one item; 0: what the model was made for")
+
+    page_size: int = Field(16, ge=1, le=256, description="tokens of one K/V page")
+    cache_tokens: int = Field(16384, ge=0, description="tokens of prefix K/V kept between the passes of a request")
+    multi_item_max_tokens: int = Field(64, ge=0, description="items up to this length run as multi_item under AUTO")
+
+    tolerance: float | None = Field(None, gt=0, description="of the start's self-check, in log-odds; None: by dtype")
+    require_golden: bool = Field(False, description="refuse to start on a profile without golden scores")
+
+    @classmethod
+    def read(
+        cls,
+        flags: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        file: Path | None = None,
+    ) -> Config:
+        """Merges file, environment and flags, later ones winning, and validates the whole.
+
+        Raises ConfigError naming each bad setting and where it came from.
+        """
+        values: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        for source, given in (
+            (str(file), _from_file(file)),
+            ("the environment", _from_environment(os.environ if environ is None else environ)),
+            ("the command line", {k: v for k, v in (flags or {}).items() if v is not None}),
+        ):
+            values.update(given)
+            origin.update(dict.fromkeys(given, source))
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_complaint(e, origin) for e in error.errors())) from None
+
+
+def _complaint(error: Any, origin: Mapping[str, str]) -> str:
+    name = str(error["loc"][0]) if error["loc"] else "settings"
+    told = "unknown setting" if error["type"] == "extra_forbidden" else error["msg"]
+    return f"{name} (from {origin.get(name, 'the defaults')}): {told}, got {error['input']!r}"
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the settings file {file}: {error}") from None
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    return {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Where converted models are kept: $XDG_CACHE_HOME/prefixrank, or ~/.cache/prefixrank."""
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "prefixrank"

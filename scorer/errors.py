@@ -1,0 +1,84 @@
+"""The exceptions of the service, and the one table that turns them into status codes.
+
+PrefixRankError
+├── RequestError           the caller's fault
+│   ├── InvalidRequest     one or more fields are wrong; names each with its value and limit
+│   └── Cancelled          the caller went away
+├── Overloaded             load, and only load
+├── DeadlineExceeded       the caller's deadline came first
+├── Unavailable            starting, draining, or the device is gone
+└── StartError             the service cannot start as configured (never on the wire)
+    ├── ConfigError        an unknown or malformed setting
+    ├── ProfileError       the profile does not fit the tokenizer or the model
+    └── ModelError         the checkpoint is not one that this service can score exactly
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class PrefixRankError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class RequestError(PrefixRankError):
+    """The caller's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One bad field: its path in the request, the value as far as it helps, and what is allowed."""
+
+    field: str
+    value: str
+    limit: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.limit}, got {self.value}" if self.value else f"{self.field}: {self.limit}"
+
+
+class InvalidRequest(RequestError):
+    """One or more fields are wrong; names each with its value and limit."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        assert violations, "an invalid request violates something"
+        self.violations = tuple(violations)
+        super().__init__("; ".join(str(v) for v in self.violations[:5]))
+
+    @classmethod
+    def of(cls, field: str, limit: str, value: object = "") -> InvalidRequest:
+        return cls([Violation(field, str(value), limit)])
+
+
+class Cancelled(RequestError):
+    """The caller went away."""
+
+
+class Overloaded(PrefixRankError):
+    """Load, and only load."""
+
+
+class DeadlineExceeded(PrefixRankError):
+    """The caller's deadline came first."""
+
+
+class Unavailable(PrefixRankError):
+    """Starting, draining, or the device is gone."""
+
+
+class StartError(PrefixRankError):
+    """The service cannot start as configured."""
+
+
+class ConfigError(StartError):
+    """An unknown or malformed setting."""
+
+
+class ProfileError(StartError):
+    """The profile does not fit the tokenizer or the model."""
+
+
+class ModelError(StartError):
+    """The checkpoint is not one that this service can score exactly."""

@@ -1,0 +1,179 @@
+"""Every plan, expanded by the kernels' own rules, attends to each visible token exactly once and to nothing else."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.expand import expand
+from attention.layout import Layout, LayoutError, Segment, unshared
+from attention.mask import visible
+from attention.plans import MAX_ITEM_TOKENS, Pages, Strategy, plan
+from tests.attention.draw import cases, segments
+
+SHARING = [Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM, Strategy.REFERENCE]
+
+
+def exact(layout, pages, strategies, window=None):
+    made = plan(layout, strategies, pages, window=window)
+    counts = expand(made, layout, pages)
+    np.testing.assert_array_equal(counts, visible(layout, window).astype(np.int32))
+    return made
+
+
+@pytest.mark.parametrize("strategy", SHARING)
+@given(case=cases())
+@settings(max_examples=120, deadline=None)
+def test_counts_are_the_mask(strategy, case):
+    layout, pages = case
+    exact(layout, pages, [strategy] * len(layout.leaves))
+
+
+@given(case=cases(), choice=st.data())
+@settings(max_examples=120, deadline=None)
+def test_a_request_may_be_split_between_strategies(case, choice):
+    layout, pages = case
+    pick = st.sampled_from([Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM])
+    exact(layout, pages, [choice.draw(pick) for _ in layout.leaves])
+
+
+@given(forest=segments(), page_size=st.sampled_from([1, 4, 16]))
+@settings(max_examples=60, deadline=None)
+def test_naive_computes_what_sharing_computes(forest, page_size):
+    layout, source = unshared(Layout.of([replace(s, cached=0) for s in forest]))
+    made = exact(layout, Pages.scratch(layout, page_size), [Strategy.NAIVE] * len(layout.leaves))
+    assert made.launches[0].requests == len(layout.leaves)
+    assert len(source) == layout.segments
+
+
+@given(case=cases(), window=st.integers(1, 80))
+@settings(max_examples=80, deadline=None)
+def test_a_sliding_window_is_exact_under_direct_ragged(case, window):
+    layout, pages = case
+    exact(layout, pages, [Strategy.DIRECT_RAGGED] * len(layout.leaves), window)
+
+
+@given(case=cases(), window=st.integers(1, 200))
+@settings(max_examples=40, deadline=None)
+def test_multi_item_takes_a_window_as_long_as_the_path_and_refuses_a_shorter_one(case, window):
+    layout, pages = case
+    strategies = [Strategy.MULTI_ITEM] * len(layout.leaves)
+    if window >= layout.longest_path:
+        assert exact(layout, pages, strategies, window).window_left == -1
+    else:
+        with pytest.raises(LayoutError, match="direct_ragged"):
+            plan(layout, strategies, pages, window=window)
+
+
+@given(case=cases())
+@settings(max_examples=60, deadline=None)
+def test_every_row_queries_exactly_once(case):
+    layout, pages = case
+    for strategy in SHARING:
+        made = plan(layout, [strategy] * len(layout.leaves), pages)
+        rows = np.sort(np.concatenate([launch.q_rows for launch in made.launches]))
+        np.testing.assert_array_equal(rows, np.arange(layout.rows))
+
+
+BREAKS = {
+    "a page too many": lambda launch: replace(launch, paged_kv_last_page_len=launch.paged_kv_last_page_len % 16 + 1),
+    "pages swapped": lambda launch: replace(launch, paged_kv_indices=launch.paged_kv_indices[::-1].copy()),
+    "rows swapped": lambda launch: replace(launch, q_rows=launch.q_rows[::-1].copy()),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+@pytest.mark.parametrize("strategy", [Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM])
+def test_a_broken_launch_is_caught(strategy, broken):
+    layout = Layout.of([Segment(-1, 40), Segment(0, 5), Segment(0, 9), Segment(0, 20)])
+    pages = Pages.scratch(layout, 16)
+    made = exact(layout, pages, [strategy] * 3)
+    bad = replace(made, launches=(BREAKS[broken](made.launches[0]),))
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(expand(bad, layout, pages), visible(layout))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_pos_in_items_ptr": lambda a: np.arange(1, len(a) + 1, dtype=np.uint16)},  # a neighbour visible
+        {"max_item_len_ptr": lambda a: (a - 1).astype(np.uint16)},  # too small: keys silently dropped
+        {"prefix_len_ptr": lambda a: (a - 1).astype(np.uint32)},  # the last prefix token hidden
+    ],
+    ids=["neighbour", "max-item-len", "prefix-len"],
+)
+def test_broken_multi_item_arrays_are_caught(change):
+    layout = Layout.of([Segment(-1, 40), Segment(0, 5), Segment(0, 9), Segment(0, 20)])
+    pages = Pages.scratch(layout, 16)
+    made = exact(layout, pages, [Strategy.MULTI_ITEM] * 3)
+    launch = made.launches[0]
+    arrays = replace(launch.multi_item, **{k: f(getattr(launch.multi_item, k)) for k, f in change.items()})
+    bad = replace(made, launches=(replace(launch, multi_item=arrays),))
+    assert (expand(bad, layout, pages) != visible(layout)).any()
+
+
+def test_a_forgotten_tail_copy_is_caught():
+    layout = Layout.of([Segment(-1, 20), Segment(0, 5), Segment(0, 9)])
+    pages = Pages.scratch(layout, 16)
+    made = exact(layout, pages, [Strategy.DIRECT_RAGGED] * 2)
+    first_write = np.unique(made.append_rows, return_index=True)[1]
+    bad = replace(made, append_rows=made.append_rows[first_write], append_slots=made.append_slots[first_write])
+    with pytest.raises(AssertionError, match="no one wrote"):
+        expand(bad, layout, pages)
+
+
+def test_article_4_3_direct_ragged():
+    layout = Layout.of([Segment(-1, 96), Segment(0, 4), Segment(0, 4)])
+    launch = plan(layout, [Strategy.DIRECT_RAGGED] * 2, Pages.scratch(layout, 16)).launches[0]
+    assert launch.qo_indptr.tolist() == [0, 100, 104]
+    assert launch.paged_kv_indptr.tolist() == [0, 7, 14]
+    assert launch.paged_kv_indices.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 7]
+    assert launch.paged_kv_last_page_len.tolist() == [4, 4]
+
+
+def test_article_4_5_1_multi_item():
+    layout = Layout.of([Segment(-1, 96), Segment(0, 4), Segment(0, 4)])
+    launch = plan(layout, [Strategy.MULTI_ITEM] * 2, Pages.scratch(layout, 16)).launches[0]
+    assert launch.qo_indptr.tolist() == [0, 104]
+    assert launch.kv_lens(16).tolist() == [104]
+    assert launch.multi_item.prefix_len_ptr.tolist() == [96]
+    assert launch.multi_item.token_pos_in_items_ptr.tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert launch.multi_item.max_item_len_ptr.tolist() == [4]
+
+
+@pytest.mark.parametrize("length", [MAX_ITEM_TOKENS, MAX_ITEM_TOKENS + 1])
+def test_an_item_past_uint16_is_refused_by_multi_item_only(length):
+    layout = Layout.of([Segment(-1, 3), Segment(0, length), Segment(0, 2)])
+    pages = Pages.scratch(layout, 16)
+    plan(layout, [Strategy.DIRECT_RAGGED] * 2, pages)
+    if length <= MAX_ITEM_TOKENS:
+        launch = plan(layout, [Strategy.MULTI_ITEM] * 2, pages).launches[0]
+        assert int(launch.multi_item.token_pos_in_items_ptr.max()) == length
+    else:
+        with pytest.raises(LayoutError, match="65535"):
+            plan(layout, [Strategy.MULTI_ITEM] * 2, pages)
+
+
+def test_naive_refuses_a_shared_prefix():
+    layout = Layout.of([Segment(-1, 3), Segment(0, 2), Segment(0, 2)])
+    with pytest.raises(LayoutError, match="unshared"):
+        plan(layout, [Strategy.NAIVE] * 2, Pages.scratch(layout, 16))
+
+
+def test_one_strategy_for_each_leaf():
+    layout = Layout.of([Segment(-1, 3), Segment(0, 2), Segment(0, 2)])
+    with pytest.raises(LayoutError, match="2 leaves"):
+        plan(layout, [Strategy.MULTI_ITEM], Pages.scratch(layout, 16))
+
+
+@pytest.mark.parametrize("strategy", [Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM])
+def test_memory_grows_with_tokens_not_with_their_square(strategy):
+    def size(items):
+        layout = Layout.of([Segment(-1, 512), *[Segment(0, 64)] * items])
+        made = plan(layout, [strategy] * items, Pages.scratch(layout, 16))
+        arrays = [made.append_rows, made.append_slots, *(getattr(made.launches[0], n) for n in ("q_rows", "qo_indptr"))]
+        return sum(a.nbytes for a in arrays) + made.launches[0].paged_kv_indices.nbytes
+
+    assert size(400) < 4.5 * size(100)
