@@ -67,14 +67,14 @@ def expand(plan: Plan, layout: Layout, pages: Pages) -> NDArray[np.int32]:
     """[rows, tokens] how many times each row attends to each token. Reading a slot that holds nothing is an error."""
     counts = np.zeros((layout.rows, layout.tokens), np.int32)
     for request in requests(plan, contents(plan, layout, pages)):
-        mask = kernel_mask(request, plan.window_left)
+        mask = kernel_mask(request)
         assert (request.keys[mask.any(axis=0)] != NOTHING).all(), "a visible key lies in a slot that no one wrote"
         q, k = np.nonzero(mask)
         np.add.at(counts, (request.rows[q], request.keys[k]), 1)
     return counts
 
 
-def kernel_mask(request: Request, window_left: int) -> NDArray[np.bool_]:
+def kernel_mask(request: Request) -> NDArray[np.bool_]:
     """[q, k] what the kernel lets through: rows are aligned with the last keys of their request."""
     launch, q_len, kv_len = request.launch, len(request.rows), len(request.keys)
     t = kv_len - q_len + np.arange(q_len)[:, None]
@@ -84,8 +84,8 @@ def kernel_mask(request: Request, window_left: int) -> NDArray[np.bool_]:
     mask: NDArray[np.bool_] = k <= t
     if launch.mask is MaskKind.MULTI_ITEM:
         mask &= _multi_item_mask(request, t, k)
-    if window_left >= 0:
-        mask &= k >= t - window_left
+    if launch.window_left >= 0:
+        mask &= k >= t - launch.window_left
     return mask
 
 

@@ -102,12 +102,10 @@ class Layout:
     @cached_property
     def _levels(self) -> list[Ints]:
         """Segment indices by depth: roots first."""
-        depth = np.zeros(self.segments, np.int32)
         levels = [np.flatnonzero(self.parent < 0).astype(np.int32)]
         remaining = np.flatnonzero(self.parent >= 0)
         while len(remaining):
             placed = np.isin(self.parent[remaining], levels[-1])
-            depth[remaining[placed]] = len(levels)
             levels.append(remaining[placed].astype(np.int32))
             remaining = remaining[~placed]
         return levels
@@ -149,6 +147,14 @@ class Layout:
             path.append(segment)
             segment = int(self.parent[segment])
         return tuple(reversed(path))
+
+    @cached_property
+    def trees(self) -> tuple[Ints, ...]:
+        """The segments of each tree of the forest, parents first."""
+        root = np.arange(self.segments, dtype=np.int32)
+        for level in self._levels[1:]:
+            root[level] = root[self.parent[level]]
+        return tuple(np.flatnonzero(root == r).astype(np.int32) for r in self._levels[0])
 
     @cached_property
     def row_tokens(self) -> Ints:

@@ -68,6 +68,7 @@ class Launch:
     paged_kv_indptr         [B+1]
     paged_kv_indices        [..]            pages of each request, in order of position
     paged_kv_last_page_len  [B]             1..page_size
+    window_left             keys further back than this many positions are masked; -1: none are
     custom_mask             bool, the requests' [q_len, kv_len] matrices flattened one after the other
     """
 
@@ -77,6 +78,7 @@ class Launch:
     paged_kv_indptr: Ints
     paged_kv_indices: Ints
     paged_kv_last_page_len: Ints
+    window_left: int = -1
     multi_item: MultiItem | None = None
     custom_mask: NDArray[np.bool_] | None = None
 
@@ -117,7 +119,6 @@ class Plan:
                         (slot = page * page_size + offset); a row may be written more than once
     copy_from/_to       cached K/V copied between slots before the launches
     num_pages           one more than the highest page id in use
-    window_left         keys further back than this many positions are masked; -1: none are
     logits_soft_cap     cap of the attention logits; 0: none
     """
 
@@ -128,7 +129,6 @@ class Plan:
     copy_from: Ints
     copy_to: Ints
     launches: tuple[Launch, ...]
-    window_left: int = -1
     logits_soft_cap: float = 0.0
 
 
@@ -146,14 +146,12 @@ def plan(
     """
     if len(strategies) != len(layout.leaves):
         raise LayoutError(f"{len(layout.leaves)} leaves need as many strategies, got {len(strategies)}")
-    if window is not None and window >= layout.longest_path:
-        window = None  # no row can look further back than that: exactly causal
     draft = _Draft(layout, pages, window)
     launches: list[Launch] = []
     for strategy in dict.fromkeys(strategies):
         leaves = layout.leaves[[chosen == strategy for chosen in strategies]]
         launches.append(_STRATEGIES[strategy](draft, leaves))
-    return draft.finish(launches, window, soft_cap)
+    return draft.finish(launches, soft_cap)
 
 
 class _Draft:
@@ -162,13 +160,18 @@ class _Draft:
     def __init__(self, layout: Layout, pages: Pages, window: int | None) -> None:
         self.layout = layout
         self.page_size = pages.page_size
-        self.window = window
+        self._window = window
         self._kept = pages.kept
         self._next_page = pages.first_scratch
         self.pages_of: dict[int, Ints] = {}
         self._claimed: set[int] = set()
         self._append: list[tuple[Ints, Ints]] = []
         self.copies: list[tuple[Ints, Ints]] = []
+
+    def window(self, leaves: Ints) -> int | None:
+        """The window as far as the paths of these leaves meet it: a longer one is exactly causal."""
+        longest = int((self.layout.start[leaves] + self.layout.length[leaves]).max())
+        return None if self._window is None or self._window >= longest else self._window
 
     def new_pages(self, count: int) -> Ints:
         first = self._next_page
@@ -236,7 +239,7 @@ class _Draft:
         place = np.arange(offset, offset + count, dtype=np.int32)
         return (pages[place // self.page_size] * np.int32(self.page_size) + place % self.page_size).astype(np.int32)
 
-    def finish(self, launches: Sequence[Launch], window: int | None, soft_cap: float) -> Plan:
+    def finish(self, launches: Sequence[Launch], soft_cap: float) -> Plan:
         append_rows, append_slots = _joined(self._append)
         copy_from, copy_to = _joined(self.copies)
         kept = [int(pages.max()) + 1 for pages in self._kept if pages is not None and len(pages)]
@@ -248,7 +251,6 @@ class _Draft:
             copy_from=copy_from,
             copy_to=copy_to,
             launches=tuple(launches),
-            window_left=-1 if window is None else window - 1,
             logits_soft_cap=soft_cap,
         )
 
@@ -270,6 +272,7 @@ def _siblings(layout: Layout, leaves: Ints) -> list[tuple[tuple[int, ...], Ints]
 def _direct_ragged(draft: _Draft, leaves: Ints) -> Launch:
     """Scheme 3: every leaf a request over its whole path; the first of them also queries the rows it shares."""
     groups = [_ragged_group(draft, path, siblings) for path, siblings in _siblings(draft.layout, leaves)]
+    window = draft.window(leaves)
     return Launch(
         mask=MaskKind.CAUSAL,
         q_rows=np.concatenate([rows for rows, *_ in groups]),
@@ -277,6 +280,7 @@ def _direct_ragged(draft: _Draft, leaves: Ints) -> Launch:
         paged_kv_indptr=indptr(np.concatenate([counts for *_, counts, _, _ in groups])),
         paged_kv_indices=np.concatenate([indices for *_, indices, _ in groups]),
         paged_kv_last_page_len=np.concatenate([last for *_, last in groups]),
+        window_left=-1 if window is None else window - 1,
     )
 
 
@@ -310,9 +314,12 @@ def _ragged_group(draft: _Draft, path: tuple[int, ...], leaves: Ints) -> tuple[I
 def _naive(draft: _Draft, leaves: Ints) -> Launch:
     """Scheme 1: nothing shared. The sharing has to be undone in the layout, since it takes more rows."""
     layout = draft.layout
-    inner = layout.parent[layout.parent >= 0]
-    if len(np.unique(inner)) != len(inner) or layout.cached.any():
-        raise LayoutError("naive computes a prefix for every item: give it layout.unshared(layout)")
+    children = np.bincount(layout.parent[layout.parent >= 0], minlength=layout.segments)
+    above = layout.parent[leaves]
+    while (above := above[above >= 0]).size:
+        if (children[above] > 1).any() or layout.cached[above].any():
+            raise LayoutError("naive computes a prefix for every item: give it layout.unshared(layout)")
+        above = layout.parent[above]
     return _direct_ragged(draft, leaves)
 
 
@@ -323,10 +330,10 @@ def _multi_item(draft: _Draft, leaves: Ints) -> Launch:
     (k < prefix_len or k > t - pos[t]), which is the wanted mask to the token.
     """
     layout = draft.layout
-    if draft.window is not None:
+    if (window := draft.window(leaves)) is not None:
         raise LayoutError(
-            f"multi_item measures a sliding window in packed distance, and {draft.window} tokens are fewer than the "
-            f"longest path's {layout.longest_path}: use direct_ragged"
+            f"multi_item measures a sliding window in packed distance, and {window} tokens are fewer than prefix and "
+            "item: use direct_ragged"
         )
     longest = int(layout.length[leaves].max())
     if longest > MAX_ITEM_TOKENS:
@@ -370,28 +377,41 @@ def _multi_item_request(draft: _Draft, path: tuple[int, ...], leaves: Ints) -> t
 
 
 def _reference(draft: _Draft, leaves: Ints) -> Launch:
-    """The dense oracle: the whole pass as one request under an explicit rows x tokens mask."""
+    """The dense oracle: each tree of the forest as one request under an explicit rows x tokens mask."""
     layout, size = draft.layout, draft.page_size
-    if len(leaves) != len(layout.leaves):
-        raise LayoutError("reference computes a whole pass: give it every leaf")
-    for leaf in leaves:
-        draft.home(layout.path(int(leaf))[:-1])
-    pages = draft.new_pages(-(-layout.tokens // size))
-    draft.append(np.arange(layout.rows, dtype=np.int32), draft.slots(pages, 0, layout.tokens)[layout.row_tokens])
-    for segment in np.flatnonzero(layout.cached):
-        home, start = draft.pages_of[int(segment)], int(layout.start[segment])
-        count = int(layout.cached[segment])
-        source = draft.slots(home, start % size, count)
-        draft.copies.append((source, draft.slots(pages, int(layout.token_start[segment]), count)))
+    trees = [tree for tree in layout.trees if np.isin(tree, leaves).any()]
+    if len(leaves) != sum(layout.is_leaf[tree].sum() for tree in trees):
+        raise LayoutError("reference computes whole trees: give it every leaf of a request")
+    seen = visible(layout, draft.window(leaves))
+    rows = [ranges(layout.row_start[tree], np.diff(layout.row_start)[tree]) for tree in trees]
+    tokens = [ranges(layout.token_start[tree], layout.length[tree]) for tree in trees]
+    tables = [_reference_pages(draft, tree) for tree in trees]
     return Launch(
         mask=MaskKind.CUSTOM,
-        q_rows=np.arange(layout.rows, dtype=np.int32),
-        qo_indptr=indptr([layout.rows]),
-        paged_kv_indptr=indptr([len(pages)]),
-        paged_kv_indices=pages,
-        paged_kv_last_page_len=np.array([(layout.tokens - 1) % size + 1], np.int32),
-        custom_mask=visible(layout, draft.window).ravel(),
+        q_rows=np.concatenate(rows),
+        qo_indptr=indptr([len(r) for r in rows]),
+        paged_kv_indptr=indptr([len(table) for table in tables]),
+        paged_kv_indices=np.concatenate(tables),
+        paged_kv_last_page_len=np.array([(len(t) - 1) % size + 1 for t in tokens], np.int32),
+        custom_mask=np.concatenate([seen[np.ix_(r, t)].ravel() for r, t in zip(rows, tokens, strict=True)]),
     )
+
+
+def _reference_pages(draft: _Draft, tree: Ints) -> Ints:
+    """Pages that hold a tree's tokens one after the other."""
+    layout = draft.layout
+    pages = draft.new_pages(-(-int(layout.length[tree].sum()) // draft.page_size))
+    for segment, offset in zip(tree, indptr(layout.length[tree]), strict=False):
+        if not layout.is_leaf[segment]:
+            draft.home(layout.path(int(segment)))
+        length, cached = int(layout.length[segment]), int(layout.cached[segment])
+        if cached:
+            within = int(layout.start[segment]) % draft.page_size
+            kept = draft.slots(draft.pages_of[int(segment)], within, cached)
+            draft.copies.append((kept, draft.slots(pages, int(offset), cached)))
+        rows = np.arange(layout.row_start[segment], layout.row_start[segment + 1], dtype=np.int32)
+        draft.append(rows, draft.slots(pages, int(offset) + cached, length - cached))
+    return pages
 
 
 _STRATEGIES: dict[Strategy, Callable[[_Draft, Ints], Launch]] = {

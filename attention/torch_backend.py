@@ -158,7 +158,7 @@ class _Schedule:
 
 def _schedule(plan: Plan, layout: Layout, pages: Pages, index: Ints) -> _Schedule:
     held = contents(plan, layout, pages)
-    pieces = [piece for request in requests(plan, held) for piece in _cut(request, plan.window_left, layout, index)]
+    pieces = [piece for request in requests(plan, held) for piece in _cut(request, layout, index)]
     return _Schedule(
         squares=tuple(_batches([piece.rows for piece in pieces if isinstance(piece, Square)])),
         others=tuple(
@@ -169,10 +169,10 @@ def _schedule(plan: Plan, layout: Layout, pages: Pages, index: Ints) -> _Schedul
     )
 
 
-def _cut(request: Request, window_left: int, layout: Layout, index: Ints) -> Iterator[Piece]:
+def _cut(request: Request, layout: Layout, index: Ints) -> Iterator[Piece]:
     """A request in pieces, by its mask."""
-    if request.mask is not None or window_left >= 0:
-        yield from _masked(request, window_left, index)
+    if request.mask is not None or request.launch.window_left >= 0:
+        yield from _masked(request, index)
     elif request.launch.mask is MaskKind.CAUSAL:
         yield from _causal(request.rows, request.keys, layout, index)
     else:
@@ -202,7 +202,7 @@ def _multi_item(request: Request, layout: Layout, index: Ints) -> Iterator[Piece
     lengths = np.diff(begins, append=len(places))
     counted = np.array_equal(places, ranges(np.ones_like(lengths), lengths))
     if first > prefix or not counted or lengths.max() > arrays.max_item_len_ptr[request.index]:
-        yield from _masked(request, -1, index)
+        yield from _masked(request, index)
         return
     if first < prefix:
         yield from _causal(rows[: prefix - first], keys[:prefix], layout, index)
@@ -213,14 +213,13 @@ def _multi_item(request: Request, layout: Layout, index: Ints) -> Iterator[Piece
         yield from _causal(rows[own.start - first : own.stop - first], keys[own], layout, index)
 
 
-def _masked(request: Request, window_left: int, index: Ints) -> Iterator[Masked]:
+def _masked(request: Request, index: Ints) -> Iterator[Masked]:
     """Blocks of rows against the keys that any of them can see."""
     if request.mask is not None:
         yield Masked(request.rows, index[np.maximum(request.keys, 0)], request.mask)
         return
-    offset = len(request.keys) - len(request.rows)
-    multi_item = request.launch.mask is MaskKind.MULTI_ITEM
-    whole = kernel_mask(request, window_left) if multi_item else None
+    offset, window_left = len(request.keys) - len(request.rows), request.launch.window_left
+    whole = kernel_mask(request) if request.launch.mask is MaskKind.MULTI_ITEM else None
     for begin in range(0, len(request.rows), MASKED_ROWS):
         end = min(begin + MASKED_ROWS, len(request.rows))
         low = max(0, offset + begin - window_left) if window_left >= 0 else 0
@@ -228,7 +227,7 @@ def _masked(request: Request, window_left: int, index: Ints) -> Iterator[Masked]
         if whole is not None:
             mask = whole[begin:end, low : offset + end]
         else:
-            mask = kernel_mask(replace(request, rows=request.rows[begin:end], keys=keys), window_left)
+            mask = kernel_mask(replace(request, rows=request.rows[begin:end], keys=keys))
         yield Masked(request.rows[begin:end], index[keys], mask)
 
 

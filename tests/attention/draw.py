@@ -18,7 +18,7 @@ def segments(draw, max_requests=4, deep=True):
     inner: list[int] = []
     for _ in range(draw(st.integers(1, max_requests))):
         branch = draw(st.sampled_from([-1, *inner])) if deep else -1
-        for depth in range(draw(st.integers(0 if branch < 0 else 1, 3 if deep else 1))):
+        for _depth in range(draw(st.integers(0 if branch < 0 else 1, 3 if deep else 1))):
             length = draw(LENGTHS)
             above_is_whole = branch < 0 or forest[branch].cached == forest[branch].length
             share = draw(st.sampled_from(["new", "cached", "partly"]))

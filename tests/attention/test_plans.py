@@ -61,7 +61,7 @@ def test_multi_item_takes_a_window_as_long_as_the_path_and_refuses_a_shorter_one
     layout, pages = case
     strategies = [Strategy.MULTI_ITEM] * len(layout.leaves)
     if window >= layout.longest_path:
-        assert exact(layout, pages, strategies, window).window_left == -1
+        assert exact(layout, pages, strategies, window).launches[0].window_left == -1
     else:
         with pytest.raises(LayoutError, match="direct_ragged"):
             plan(layout, strategies, pages, window=window)

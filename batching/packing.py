@@ -1,0 +1,141 @@
+"""From requests to one pass of arrays, and from the pass's reads back to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.layout import Ints, Layout, indptr
+from attention.plans import Strategy
+from batching.types import Item, PackedBatch, Reads, Scored, Share, TokenizedRequest
+
+NONE = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The part of one request that goes into a pass.
+
+    items       indices into request.items
+    strategies  one an item
+    cached      leading prefix tokens whose K/V is in `pages`
+    pages       ids of the pages that keep the prefix's K/V beyond the pass, or None
+    """
+
+    request: TokenizedRequest
+    items: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    cached: int = 0
+    pages: Ints | None = None
+
+    def __post_init__(self) -> None:
+        assert self.items, "a group has at least one item"
+        assert len(self.items) == len(self.strategies), "one strategy an item"
+        assert self.cached == 0 or self.pages is not None, "a cached prefix lies in pages"
+        naive = {strategy is Strategy.NAIVE for strategy in self.strategies}
+        assert len(naive) == 1, "a naive item has a prefix of its own: naive goes for all items of a request or none"
+
+
+def fold(items: Sequence[Item]) -> tuple[tuple[Item, ...], Ints]:
+    """Each distinct item once, and for every item given the place of its equal: equal documents get equal bits."""
+    places: dict[bytes, int] = {}
+    unique: list[Item] = []
+    index = np.empty(len(items), np.int32)
+    for i, item in enumerate(items):
+        key = item.key()
+        if key not in places:
+            places[key] = len(unique)
+            unique.append(item)
+        index[i] = places[key]
+    return tuple(unique), index
+
+
+def pack(groups: Sequence[Group]) -> PackedBatch:
+    """One pass over all groups; Share.request counts in `groups`."""
+    rows = _Rows()
+    for number, group in enumerate(groups):
+        prefix = group.request.prefix
+        naive = Strategy.NAIVE in group.strategies
+        parent = -1 if naive else rows.prefix(prefix, group.cached, group.pages)
+        for item, strategy in zip(group.items, group.strategies, strict=True):
+            if naive:
+                parent = rows.prefix(prefix, 0, None)
+            rows.item(number, item, group.request.items[item], parent, strategy, group.request.normalize)
+    return rows.batch()
+
+
+class _Rows:
+    """A pass in the making."""
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+        self._length: list[int] = []
+        self._cached: list[int] = []
+        self._reads: list[Ints] = []
+        self._pages: list[Ints | None] = []
+        self._ids: list[Ints] = []
+        self._read_ids: list[Ints] = []
+        self._read_counts: list[int] = []
+        self._normalize: list[bool] = []
+        self._shares: list[Share] = []
+        self._strategies: list[Strategy] = []
+
+    def prefix(self, ids: Ints, cached: int, pages: Ints | None) -> int:
+        """Adds a prefix and returns its segment, -1 where there is none."""
+        if not len(ids):
+            return -1
+        self._segment(-1, ids, cached, NONE, pages)
+        return len(self._parent) - 1
+
+    def item(self, request: int, number: int, item: Item, parent: int, strategy: Strategy, normalize: bool) -> None:
+        self._segment(parent, item.ids, 0, item.read_offsets, None)
+        first = len(self._read_counts)
+        self._read_counts += [item.read_ids.shape[1]] * len(item.read_offsets)
+        self._normalize += [normalize] * len(item.read_offsets)
+        self._read_ids.append(item.read_ids.ravel())
+        self._shares.append(Share(request, number, first, len(self._read_counts), strategy))
+        self._strategies.append(strategy)
+
+    def _segment(self, parent: int, ids: Ints, cached: int, reads: Ints, pages: Ints | None) -> None:
+        self._parent.append(parent)
+        self._length.append(len(ids))
+        self._cached.append(cached)
+        self._reads.append(reads)
+        self._pages.append(pages)
+        self._ids.append(ids[cached:])
+
+    def batch(self) -> PackedBatch:
+        layout = Layout(
+            parent=np.array(self._parent, np.int32),
+            length=np.array(self._length, np.int32),
+            cached=np.array(self._cached, np.int32),
+            read_indptr=indptr([len(r) for r in self._reads]),
+            read_offsets=np.concatenate([NONE, *self._reads]),
+        )
+        return PackedBatch(
+            layout=layout,
+            leaf_strategies=tuple(self._strategies),
+            input_ids=np.concatenate(self._ids),
+            position_ids=layout.position_ids,
+            read_rows=layout.read_rows,
+            read_indptr=indptr(self._read_counts),
+            read_ids=np.concatenate([NONE, *self._read_ids]),
+            normalize=np.array(self._normalize, np.bool_),
+            shares=tuple(self._shares),
+            pages=tuple(self._pages),
+        )
+
+
+def unpack(batch: PackedBatch, reads: Reads) -> dict[tuple[int, int], Scored]:
+    """The reads by (group, item)."""
+    return {(share.request, share.item): _scored(batch, reads, share) for share in batch.shares}
+
+
+def _scored(batch: PackedBatch, reads: Reads, share: Share) -> Scored:
+    count = share.last - share.first
+    first, last = batch.read_indptr[share.first], batch.read_indptr[share.last]
+    logits = reads.logits[first:last].reshape(count, -1 if count else 0)
+    normalized = bool(batch.normalize[share.first : share.last].any())
+    return Scored(logits, reads.lse[share.first : share.last] if normalized else None, share.strategy)

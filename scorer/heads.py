@@ -1,0 +1,71 @@
+"""From the logits of one item to its score. Pure; the model's fp32 numbers are combined in double precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from batching.types import Scored
+
+Kind = Literal["label_logits", "query_likelihood"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one document gets. All numbers are finite; `finite` is False, and nothing else is set, where one was not.
+
+    score                     as its kind says: log-odds, one label's logit, or a mean natural-log probability
+    log_odds, probability     None unless there are two labels
+    label_logits              [k], positive label first; empty under query_likelihood
+    vocabulary_probabilities  [k], under the softmax over the whole vocabulary; empty unless it was normalised
+    """
+
+    finite: bool
+    score: float | None = None
+    log_odds: float | None = None
+    probability: float | None = None
+    label_logits: tuple[float, ...] = ()
+    vocabulary_probabilities: tuple[float, ...] = ()
+
+
+NOT_FINITE = Verdict(finite=False)
+
+
+def verdict(scored: Scored, kind: Kind) -> Verdict:
+    """The score of one item: one read of the labels, or one target token at each of several reads."""
+    logits: list[list[float]] = scored.logits.tolist()
+    lse: list[float] = [] if scored.lse is None else scored.lse.tolist()
+    if not all(math.isfinite(x) for row in (*logits, lse) for x in row):
+        return NOT_FINITE
+    return _query_likelihood(logits, lse) if kind == "query_likelihood" else _label_logits(logits, lse)
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)) without overflow at either end."""
+    if x >= 0:
+        return 1.0 / (1.0 + math.exp(-x))
+    e = math.exp(x)
+    return e / (1.0 + e)
+
+
+def _label_logits(logits: list[list[float]], lse: list[float]) -> Verdict:
+    assert len(logits) == 1, "labels are read once, at the item's last token"
+    row = tuple(logits[0])
+    assert len(row) in (1, 2), "one label or two"
+    log_odds = row[0] - row[1] if len(row) == 2 else None
+    return Verdict(
+        finite=True,
+        score=row[0] if log_odds is None else log_odds,
+        log_odds=log_odds,
+        probability=None if log_odds is None else sigmoid(log_odds),
+        label_logits=row,
+        # Rounding may put a logit above the log-sum-exp that contains it.
+        vocabulary_probabilities=tuple(math.exp(min(0.0, x - lse[0])) for x in row) if lse else (),
+    )
+
+
+def _query_likelihood(logits: list[list[float]], lse: list[float]) -> Verdict:
+    assert logits, "query likelihood reads at least one token"
+    assert len(logits) == len(lse), "query likelihood needs the log-sum-exp of every read"
+    return Verdict(finite=True, score=math.fsum(row[0] - z for row, z in zip(logits, lse, strict=True)) / len(lse))

@@ -1,0 +1,106 @@
+"""What the service counts, for Prometheus. Every series exists at zero before the first call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from wsgiref.simple_server import WSGIServer
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+
+from attention.plans import Strategy
+from prefixrank.v1 import scorer_pb2 as pb
+
+STAGES = ("tokenize", "queue", "plan", "forward", "total")
+STATUS_PREFIX = "DOCUMENT_STATUS_"
+STATUSES = tuple(name.removeprefix(STATUS_PREFIX).lower() for name in pb.DocumentStatus.keys()[1:])
+CODES = tuple(code.name for code in grpc.StatusCode)
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+DOCUMENTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+TOKENS = tuple(4**n for n in range(2, 13))
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The HTTP server of the metrics, on a thread of its own."""
+
+    server: WSGIServer
+    thread: threading.Thread
+
+    @property
+    def port(self) -> int:
+        return int(self.server.server_port)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+class Metrics:
+    """The service's series, in a registry of their own."""
+
+    def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry = CollectorRegistry() if registry is None else registry
+
+        def counter(name: str, told: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
+            made = Counter(f"prefixrank_{name}", told, [label] if label else [], registry=registry)
+            for value in values:
+                made.labels(value)
+            return made
+
+        def histogram(name: str, told: str, buckets: tuple[float, ...], **labels: Iterable[str]) -> Histogram:
+            made = Histogram(f"prefixrank_{name}", told, list(labels), registry=registry, buckets=buckets)
+            for values in labels.values():
+                for value in values:
+                    made.labels(value)
+            return made
+
+        self.requests = counter("requests", "Score calls that ended, by gRPC status code", "code", CODES)
+        self.documents = counter("documents", "Documents of answered calls, by status", "status", STATUSES)
+        self.strategies = counter("strategy_documents", "Documents computed, by strategy", "strategy", Strategy)
+        self.truncated = counter("truncated_documents", "Documents cut to their limit")
+        self.non_finite = counter("non_finite_scores", "Documents for which the model gave NaN or infinity")
+        self.computed = counter("computed_tokens", "Tokens that went through the model")
+        self.saved = counter("saved_tokens", "Tokens that scoring one document at a time would have computed beyond")
+        self.internal_errors = counter("internal_errors", "Errors of our own making; the log has each with its id")
+        self.stage_seconds = histogram(
+            "stage_seconds", "Seconds of each stage of an answered call", SECONDS, stage=STAGES
+        )
+        self.request_documents = histogram("request_documents", "Documents of an answered call", DOCUMENTS)
+        self.request_tokens = histogram("request_tokens", "Prefix and item tokens of an answered call", TOKENS)
+        self.in_flight = Gauge("prefixrank_in_flight_requests", "Score calls under way", registry=registry)
+        self.queue_tokens = Gauge("prefixrank_queue_tokens", "Tokens that wait for a pass", registry=registry)
+        self.model = Info("prefixrank_model", "What is served; no labels until it is loaded", registry=registry)
+        Info("prefixrank_build", "The version of the service", registry=registry).info({"version": version})
+
+    def watch_queue(self, tokens: Callable[[], int]) -> None:
+        """Reads the queue's depth whenever the metrics are scraped."""
+        self.queue_tokens.set_function(tokens)
+
+    def answered(self, response: pb.ScoreResponse, results: Iterable[pb.DocumentResult]) -> None:
+        """Counts one answered call. `results` are those of all its documents, also where the reply keeps the best."""
+        documents = 0
+        for result in results:
+            documents += 1
+            self.documents.labels(pb.DocumentStatus.Name(result.status).removeprefix(STATUS_PREFIX).lower()).inc()
+            self.truncated.inc(result.truncated)
+            self.non_finite.inc(result.status == pb.DOCUMENT_STATUS_NUMERIC_ERROR)
+        for share in response.strategy.shares:
+            self.strategies.labels(pb.Strategy.Name(share.strategy).removeprefix("STRATEGY_").lower()).inc(
+                share.documents
+            )
+        for stage in STAGES:
+            self.stage_seconds.labels(stage).observe(getattr(response.timings, f"{stage}_seconds"))
+        usage = response.usage
+        self.request_documents.observe(documents)
+        self.request_tokens.observe(usage.prefix_tokens + usage.item_tokens)
+        self.computed.inc(usage.computed_tokens)
+        self.saved.inc(usage.saved_tokens)
+
+    def listen(self, host: str, port: int) -> Endpoint:
+        """Serves the metrics over HTTP; port 0 takes any free one. Raises OSError where it cannot bind."""
+        return Endpoint(*start_http_server(port, host, self.registry))

@@ -1,0 +1,136 @@
+"""Everything that scores, put together from the settings and proved before it serves."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attention.kv_pages import KvPages
+from attention.plans import Strategy
+from attention.strategy import make
+from batching.batcher import Batcher, BatcherLimits
+from batching.page_pool import PagePool
+from batching.select import Policy
+from scorer.config import EMBEDDED, Config, Limits
+from scorer.embedded import embedded_model
+from scorer.engine import Engine
+from scorer.errors import ProfileError
+from scorer.model import ScoringModel, load_model
+from scorer.profile import Profile, builtin_names, load_profile
+from scorer.selfcheck import check_golden, check_packing
+from scorer.tokenization import Tokenization, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+EMBEDDED_PROFILE = "smollm2"
+BACKEND = "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served, as GetModelInfo tells it."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    backend: str
+    vocabulary_size: int
+    strategies: tuple[Strategy, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runtime:
+    """A loaded model with its profile, tokenisation, device thread and batcher."""
+
+    config: Config
+    profile: Profile
+    tokenization: Tokenization
+    engine: Engine
+    batcher: Batcher
+    limits: Limits
+    info: ModelInfo
+
+    @classmethod
+    def load(cls, config: Config) -> Runtime:
+        """Loads and composes; blocks for seconds. Raises StartError."""
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        profile = _profile(config)
+        source = str(embedded_model()) if config.model == EMBEDDED else config.model
+        model = load_model(source, config.dtype, config.device, config.allow_download)
+        if model.context_note:
+            log.warning("%s", model.context_note)
+        limits = _limits(config, profile, model)
+        kept_pages = config.cache_tokens // config.page_size
+        engine = Engine(model, make(BACKEND, KvPages(kept_pages, config.page_size)), config.page_size, kept_pages)
+        return cls(
+            config=config,
+            profile=profile,
+            tokenization=Tokenization(load_tokenizer(Path(source)), profile, limits),
+            engine=engine,
+            batcher=Batcher(
+                engine.execute,
+                BatcherLimits(config.max_pass_tokens, config.max_queue_tokens, config.page_size),
+                Policy(config.multi_item_max_tokens, _shortest_window(model)),
+                PagePool(kept_pages),
+            ),
+            limits=limits,
+            info=ModelInfo(
+                model=EMBEDDED if config.model == EMBEDDED else model.name,
+                architecture=model.architecture,
+                dtype=str(model.dtype).removeprefix("torch."),
+                device=str(model.device),
+                backend=BACKEND,
+                vocabulary_size=model.vocabulary,
+                strategies=tuple(Strategy),
+            ),
+        )
+
+    def check(self) -> None:
+        """The start's proofs: labels and seams, packed equals alone, golden scores. Blocks. Raises StartError."""
+        self.tokenization.prove()
+        found = check_packing(self.engine, self.tokenization, self.profile.kind, self.config.tolerance)
+        log.info("packed equals alone: %s", ", ".join(f"{d.strategy} within {d.score:.2g}" for d in found))
+        if self.profile.verified:
+            check_golden(self.engine, self.tokenization, self.profile)
+        elif self.config.require_golden:
+            raise ProfileError(f"profile {self.profile.name} has no golden scores: record them with prefixrank verify")
+        else:
+            log.warning("profile %s is unverified: it has no golden scores of this checkpoint", self.profile.name)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _profile(config: Config) -> Profile:
+    if config.profile is not None:
+        return load_profile(config.profile)
+    if config.model == EMBEDDED:
+        return load_profile(EMBEDDED_PROFILE)
+    raise ProfileError(
+        f"model {config.model!r} needs a profile that names its template and labels: add --profile NAME or FILE.toml "
+        f"(built in: {', '.join(builtin_names())})"
+    )
+
+
+def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
+    context = min(model.max_context, config.max_pass_tokens, config.max_context_tokens or model.max_context)
+    return Limits(
+        max_documents=config.max_documents,
+        max_request_tokens=config.max_request_tokens,
+        max_pass_tokens=config.max_pass_tokens,
+        max_context_tokens=context,
+        max_query_tokens=min(profile.limits.max_query_tokens, context),
+        default_tokens_per_document=min(profile.limits.default_tokens_per_document, context),
+        max_tokens_per_document=min(profile.limits.max_tokens_per_document, context),
+        max_message_bytes=config.max_message_bytes,
+        vocabulary_size=model.vocabulary,
+    )
+
+
+def _shortest_window(model: ScoringModel) -> int | None:
+    return min((key.window for key in model.mask_keys if key.window is not None), default=None)

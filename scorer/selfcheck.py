@@ -1,0 +1,162 @@
+"""Packed equals alone, on the user's own model: at every start, and in `prefixrank verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attention.plans import Strategy
+from batching.packing import Group, pack, unpack
+from batching.types import Item, Scored, TokenizedRequest
+from prefixrank.v1 import scorer_pb2 as pb
+from scorer.engine import Engine
+from scorer.errors import ModelError, ProfileError
+from scorer.heads import Kind, verdict
+from scorer.model import ScoringModel
+from scorer.profile import Profile
+
+if TYPE_CHECKING:
+    from scorer.tokenization import Tokenization
+
+# What one-document-at-a-time and packed scores may differ in, in log-odds or mean log-probability: the order of sums.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 3e-1}
+
+QUERIES = ("how do I reset my password", "what is the capital of France?")
+DOCUMENTS = (
+    "Open the settings, choose security, then reset password.",
+    "The capital of France is Paris.",
+    "Seven ways to cook rice: boil it, steam it, fry it.",
+    "1 2 3 4 5 6 7",
+    "密码重置：打开设置。🙂",
+    "x",
+    "Paris is a city on the Seine. " * 4,
+    "To change a forgotten password, follow the link that we send to your address. " * 6,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far one strategy is from transformers one document at a time.
+
+    score   largest difference of scores (log-odds, label logit or mean log-probability)
+    logit   largest difference of the logits that were read
+    """
+
+    strategy: Strategy
+    score: float
+    logit: float
+    documents: int
+
+
+def sample_requests(tokenization: Tokenization) -> list[TokenizedRequest]:
+    """A few queries with short and long, plain and awkward documents, cut to what the profile takes."""
+    made = []
+    for query in QUERIES:
+        request = pb.ScoreRequest(query=pb.QueryPrefix(text=query))
+        request.documents.extend(pb.Document(text=text) for text in DOCUMENTS)
+        tokenized = tokenization.tokenize(request).request
+        assert tokenized is not None, "the samples have text"
+        made.append(tokenized)
+    return made
+
+
+def alone(model: ScoringModel, request: TokenizedRequest, item: Item) -> Scored:
+    """[prefix, item] through transformers' own forward, its own attention, read at the same places."""
+    logits = model.alone(np.concatenate([request.prefix, item.ids]))[len(request.prefix) + item.read_offsets].float()
+    lse = torch.logsumexp(logits, dim=-1).cpu().numpy() if request.normalize else None
+    read = torch.gather(logits, 1, torch.from_numpy(item.read_ids.astype(np.int64)).to(logits.device))
+    return Scored(read.cpu().numpy(), lse, Strategy.NAIVE)
+
+
+def packed(engine: Engine, request: TokenizedRequest, strategy: Strategy) -> list[Scored]:
+    """All items in one pass of the engine, on the calling thread."""
+    count = len(request.items)
+    batch = pack([Group(request, tuple(range(count)), (strategy,) * count)])
+    scored = unpack(batch, engine.run(batch))
+    return [scored[0, item] for item in range(count)]
+
+
+def deviation(
+    engine: Engine, requests: Sequence[tuple[TokenizedRequest, Sequence[Scored]]], strategy: Strategy, kind: Kind
+) -> Deviation:
+    """The largest differences over requests that come with their scores alone."""
+    score = logit = 0.0
+    for request, expected in requests:
+        for got, want in zip(packed(engine, request, strategy), expected, strict=True):
+            score = max(score, _difference(_score(got, kind), _score(want, kind)))
+            logit = max(logit, _difference(got.logits, want.logits))
+    return Deviation(strategy, score, logit, sum(len(request.items) for request, _ in requests))
+
+
+def _difference(a: object, b: object) -> float:
+    """Largest absolute difference; NaN counts as infinitely far."""
+    worst = float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
+    return worst if np.isfinite(worst) else float("inf")
+
+
+def _score(scored: Scored, kind: Kind) -> float:
+    score = verdict(scored, kind).score
+    return float("nan") if score is None else score
+
+
+def check_packing(engine: Engine, tokenization: Tokenization, kind: Kind, tolerance: float | None) -> list[Deviation]:
+    """Every strategy that AUTO may take, on samples. Raises ModelError where one is off or scores are constant."""
+    allowed = TOLERANCE[engine.model.dtype] if tolerance is None else tolerance
+    requests = [(request, alone_all(engine.model, request)) for request in sample_requests(tokenization)]
+    _refuse_constant([scored for _, expected in requests for scored in expected], kind)
+    window = min((key.window for key in engine.model.mask_keys if key.window is not None), default=None)
+    strategies = [Strategy.DIRECT_RAGGED] + ([Strategy.MULTI_ITEM] if window is None else [])
+    found = [deviation(engine, requests, strategy, kind) for strategy in strategies]
+    for strategy in found:
+        if strategy.score > allowed:
+            raise ModelError(
+                f"{engine.model.architecture}: {strategy.strategy} differs from transformers one document at a time by "
+                f"{strategy.score:.3g}, more than {allowed:g}: this model cannot be packed exactly"
+            )
+    return found
+
+
+def alone_all(model: ScoringModel, request: TokenizedRequest) -> list[Scored]:
+    """Every item of a request through transformers' own forward, one at a time."""
+    return [alone(model, request, item) for item in request.items]
+
+
+def _refuse_constant(scored: Sequence[Scored], kind: Kind) -> None:
+    scores = np.array([_score(s, kind) for s in scored])
+    if not np.isfinite(scores).all():
+        raise ModelError(
+            f"the model gives {int((~np.isfinite(scores)).sum())} of {len(scores)} samples no finite score"
+        )
+    if np.ptp(scores) < 1e-3:
+        raise ModelError(
+            f"all {len(scores)} samples score {scores[0]:.4f}: the labels or the template do not fit this checkpoint"
+        )
+
+
+def golden_scores(
+    engine: Engine, tokenization: Tokenization, pairs: Sequence[tuple[str, str]], kind: Kind
+) -> list[float]:
+    """The scores of (query, document) pairs, each in a pass of its own, on the calling thread."""
+    scores = []
+    for query, document in pairs:
+        request = pb.ScoreRequest(query=pb.QueryPrefix(text=query), documents=[pb.Document(text=document)])
+        tokenized = tokenization.tokenize(request).request
+        assert tokenized is not None, "a golden document has text"
+        scores.append(_score(packed(engine, tokenized, Strategy.DIRECT_RAGGED)[0], kind))
+    return scores
+
+
+def check_golden(engine: Engine, tokenization: Tokenization, profile: Profile) -> None:
+    """Raises ProfileError where a golden score is not met."""
+    pairs = [(golden.query, golden.document) for golden in profile.golden]
+    allowed = profile.golden_tolerance + (0.0 if engine.model.dtype is torch.float32 else TOLERANCE[engine.model.dtype])
+    for golden, score in zip(profile.golden, golden_scores(engine, tokenization, pairs, profile.kind), strict=True):
+        if not abs(score - golden.score) <= allowed:
+            raise ProfileError(
+                f"profile {profile.name}: golden pair ({golden.query[:40]!r}, {golden.document[:40]!r}) scored "
+                f"{score:.4f}, expected {golden.score:.4f} within {allowed:g}: not this checkpoint, or not its template"
+            )

@@ -1,0 +1,108 @@
+import urllib.request
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from attention.plans import Strategy
+from prefixrank.v1 import scorer_pb2 as pb
+from scorer.metrics import STAGES, Metrics
+
+
+def samples(metrics):
+    families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
+    return {(s.name, *sorted(s.labels.items())): s.value for f in families for s in f.samples}
+
+
+def test_every_series_is_there_at_zero_before_traffic():
+    before = samples(Metrics("1"))
+    for code in ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL"):
+        assert before["prefixrank_requests_total", ("code", code)] == 0
+    for status in ("ok", "empty", "too_long", "numeric_error", "deadline", "invalid"):
+        assert before["prefixrank_documents_total", ("status", status)] == 0
+    for stage in STAGES:
+        assert before["prefixrank_stage_seconds_count", ("stage", stage)] == 0
+    for strategy in Strategy:
+        assert before["prefixrank_strategy_documents_total", ("strategy", strategy.value)] == 0
+    for name in (
+        "truncated_documents_total",
+        "non_finite_scores_total",
+        "computed_tokens_total",
+        "saved_tokens_total",
+        "internal_errors_total",
+        "request_documents_count",
+        "request_tokens_count",
+        "in_flight_requests",
+        "queue_tokens",
+    ):
+        assert before[f"prefixrank_{name}",] == 0
+    assert before["prefixrank_build_info", ("version", "1")] == 1
+    assert before["prefixrank_model_info",] == 1
+
+
+def answer(**timings):
+    results = [
+        pb.DocumentResult(status=pb.DOCUMENT_STATUS_OK, truncated=True),
+        pb.DocumentResult(status=pb.DOCUMENT_STATUS_NUMERIC_ERROR),
+    ]
+    return pb.ScoreResponse(
+        results=results[:1],
+        timings=pb.Timings(**timings),
+        usage=pb.Usage(prefix_tokens=10, item_tokens=5, computed_tokens=12, saved_tokens=3),
+        strategy=pb.StrategyChoice(shares=[pb.StrategyShare(strategy=pb.STRATEGY_MULTI_ITEM, documents=2)]),
+    ), results
+
+
+def test_an_answer_is_counted_with_the_documents_that_its_reply_left_out():
+    metrics = Metrics("1")
+    metrics.answered(*answer())
+    after = samples(metrics)
+    assert after["prefixrank_documents_total", ("status", "ok")] == 1
+    assert after["prefixrank_documents_total", ("status", "numeric_error")] == 1
+    assert after["prefixrank_truncated_documents_total",] == 1
+    assert after["prefixrank_non_finite_scores_total",] == 1
+    assert after["prefixrank_computed_tokens_total",] == 12
+    assert after["prefixrank_saved_tokens_total",] == 3
+    assert after["prefixrank_strategy_documents_total", ("strategy", "multi_item")] == 2
+    assert after["prefixrank_request_documents_sum",] == 2
+    assert after["prefixrank_request_tokens_sum",] == 15
+
+
+def test_five_milliseconds_land_in_a_bucket_of_at_most_ten():
+    metrics = Metrics("1")
+    metrics.answered(*answer(forward_seconds=0.005))
+    after = samples(metrics)
+    at_most = {
+        float(dict(key[1:])["le"]): value
+        for key, value in after.items()
+        if key[0] == "prefixrank_stage_seconds_bucket" and ("stage", "forward") in key
+    }
+    assert at_most[0.01] == 1
+    assert at_most[0.002] == 0
+    assert min(at_most) == 0.001
+    assert sorted(at_most)[-2] == 10.0
+
+
+def test_the_queue_is_read_when_scraped():
+    metrics, queue = Metrics("1"), [1, 2, 3]
+    metrics.watch_queue(lambda: sum(queue))
+    queue.append(4)
+    assert samples(metrics)["prefixrank_queue_tokens",] == 10
+
+
+def test_two_services_in_one_process_count_apart():
+    a, b = Metrics("1"), Metrics("1")
+    a.requests.labels("OK").inc()
+    assert samples(b)["prefixrank_requests_total", ("code", "OK")] == 0
+
+
+def test_listens_on_a_port_of_its_own_and_stops():
+    endpoint = Metrics("1").listen("127.0.0.1", 0)
+    try:
+        url = f"http://127.0.0.1:{endpoint.port}/metrics"
+        assert b"prefixrank_requests_total" in urllib.request.urlopen(url, timeout=5).read()
+        with pytest.raises(OSError, match="in use"):
+            Metrics("1").listen("127.0.0.1", endpoint.port)
+    finally:
+        endpoint.close()
+    assert not endpoint.thread.is_alive()

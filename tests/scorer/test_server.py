@@ -1,0 +1,281 @@
+"""The server's life, in this process, over a runtime that is a fake."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import urllib.request
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from scorer.client import AsyncScorerClient, ScorerError
+from scorer.config import Config
+from scorer.errors import ModelError
+from scorer.server import HEALTH, SERVICE, serve
+from tests.scorer.test_service import FakeRuntime, until
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Life:
+    """A server as a task of this loop; `load` blocks until `loaded` is set."""
+
+    def __init__(self, runtime=None, error=None, loaded=True, **settings):
+        self.runtime = FakeRuntime() if runtime is None else runtime
+        self.error = error
+        self.loaded = threading.Event()
+        if loaded:
+            self.loaded.set()
+        self.config = Config.read({"port": 0, "metrics_port": 0, "drain_seconds": 5, **settings}, environ={})
+        self.addresses = None
+
+    def _load(self, config):
+        assert self.loaded.wait(10), "a test lets the model load"
+        if self.error is not None:
+            raise self.error
+        return self.runtime
+
+    def _ready(self, addresses):
+        self.addresses = addresses
+
+    async def __aenter__(self):
+        self.task = asyncio.create_task(serve(self.config, self._load, self._ready))
+        return self
+
+    async def __aexit__(self, *exception):
+        if not self.task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(10):
+            await self.task
+
+    async def exit_code(self):
+        async with asyncio.timeout(10):
+            return await self.task
+
+    async def listening(self):
+        await until(lambda: self.addresses is not None or self.task.done())
+        return self.addresses.grpc
+
+
+def run(scenario):
+    return asyncio.run(scenario())
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+async def health(target, service="", timeout=5):
+    async with grpc.aio.insecure_channel(target) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout, wait_for_ready=True)
+        return reply.status
+
+
+def test_it_serves_until_told_to_stop_and_exits_with_zero():
+    async def scenario():
+        async with Life() as life:
+            target = await life.listening()
+            assert await health(target) == await health(target, SERVICE) == SERVING
+            async with AsyncScorerClient(target) as client:
+                assert len((await client.score("q", ["a", "b"])).results) == 2
+            url = f"http://{life.addresses.metrics}/metrics"
+            page = (await asyncio.to_thread(urllib.request.urlopen, url)).read().decode()
+            assert 'prefixrank_requests_total{code="OK"} 1.0' in page
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await life.exit_code() == 0
+            assert life.runtime.closed
+            assert life.runtime.batcher.drained
+
+    run(scenario)
+
+
+def test_while_loading_it_listens_is_not_serving_and_scores_nothing(caplog):
+    async def scenario():
+        async with Life(loaded=False, port=free_port()) as life:
+            target = f"127.0.0.1:{life.config.port}"
+            assert await health(target) == await health(target, SERVICE) == NOT_SERVING
+            async with AsyncScorerClient(target) as client:
+                with pytest.raises(ScorerError, match="UNAVAILABLE: the service is starting"):
+                    await client.score("q", ["a"])
+                waiting = asyncio.create_task(client.wait_until_serving(10))
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+                life.loaded.set()
+                await waiting
+                await client.score("q", ["a"])
+
+    run(scenario)
+
+
+def test_a_stop_while_loading_does_not_wait_for_the_model():
+    async def scenario():
+        async with Life(loaded=False) as life:
+            await asyncio.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await life.exit_code() == 0
+            life.loaded.set()
+
+    run(scenario)
+
+
+def test_a_failed_proof_never_serves_and_exits_with_one(caplog):
+    async def scenario():
+        async with Life(error=ModelError("golden scores do not hold: 0.5 apart")) as life:
+            assert await life.exit_code() == 1
+            assert life.addresses is None
+
+    run(scenario)
+    assert "cannot start: golden scores do not hold: 0.5 apart" in caplog.text
+
+
+@pytest.mark.parametrize("which", ["port", "metrics_port"])
+def test_a_taken_port_is_a_clear_error(which, caplog):
+    async def scenario():
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            async with Life(**{which: port}) as life:
+                assert await life.exit_code() == 1
+            return port
+
+    port = run(scenario)
+    assert f"cannot start: cannot listen on 127.0.0.1:{port} for" in caplog.text
+
+
+def test_two_servers_never_share_a_port():
+    async def scenario():
+        willing_to_share = grpc.aio.server(options=[("grpc.so_reuseport", 1)])
+        port = willing_to_share.add_insecure_port("127.0.0.1:0")
+        await willing_to_share.start()
+        async with Life(port=port) as life:
+            assert await life.exit_code() == 1
+        await willing_to_share.stop(0)
+
+    run(scenario)
+
+
+def test_no_metrics_where_none_are_wanted():
+    async def scenario():
+        async with Life(metrics_port=-1) as life:
+            await life.listening()
+            assert life.addresses.metrics is None
+
+    run(scenario)
+
+
+def test_a_stop_under_load_answers_what_was_accepted_and_refuses_the_rest():
+    async def scenario():
+        life = Life()
+        gate = life.runtime.batcher.gate
+        gate.clear()
+        async with life, AsyncScorerClient(await life.listening()) as client:
+            accepted = [asyncio.create_task(client.score("q", ["a"])) for _ in range(20)]
+            await until(lambda: life.runtime.batcher.submitted == 20)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            assert await health(life.addresses.grpc) == NOT_SERVING
+            with pytest.raises(ScorerError, match="UNAVAILABLE: the service is draining"):
+                await client.score("q", ["a"])
+            assert not life.task.done()
+            gate.set()
+            assert [len(response.results) for response in await asyncio.gather(*accepted)] == [1] * 20
+            assert await life.exit_code() == 0
+
+    run(scenario)
+
+
+def test_the_grace_is_bounded():
+    async def scenario():
+        life = Life(drain_seconds=0.2)
+        life.runtime.batcher.gate.clear()
+        async with life, AsyncScorerClient(await life.listening()) as client:
+            stuck = asyncio.create_task(client.score("q", ["a"]))
+            await until(lambda: life.runtime.batcher.submitted == 1)
+            started = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await life.exit_code() == 0
+            assert time.monotonic() - started < 3
+            with pytest.raises(ScorerError):
+                await stuck
+            assert life.runtime.batcher.cancelled == 1
+
+    run(scenario)
+
+
+def test_a_health_watch_does_not_hold_up_the_stop():
+    async def scenario():
+        async with Life() as life, grpc.aio.insecure_channel(await life.listening()) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+            assert (await watch.read()).status == SERVING
+            started = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (await watch.read()).status == NOT_SERVING
+            assert await life.exit_code() == 0
+            assert time.monotonic() - started < 3
+
+    run(scenario)
+
+
+def test_a_device_that_is_gone_ends_the_server(caplog):
+    async def scenario():
+        async with Life() as life:
+            target = await life.listening()
+            assert await health(target) == SERVING
+            life.runtime.batcher.failed.set()
+            assert await life.exit_code() == 1
+
+    run(scenario)
+    assert "the device failed for good" in caplog.text
+
+
+def test_reflection_lists_the_services():
+    async def scenario():
+        async with Life() as life, grpc.aio.insecure_channel(await life.listening()) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+            reply = await call.read()
+            return {service.name for service in reply.list_services_response.service}
+
+    assert {SERVICE, HEALTH} <= run(scenario)
+
+
+def test_a_thousand_documents_of_four_kilobytes_are_legal():
+    async def scenario():
+        async with Life() as life, AsyncScorerClient(await life.listening()) as client:
+            return await client.score("q", ["word " * 800] * 1000)
+
+    response = run(scenario)
+    assert len(response.results) == 1000
+    assert {r.document_tokens for r in response.results} == {800}
+
+
+def test_a_message_over_the_limit_is_refused():
+    async def scenario():
+        async with Life(max_message_bytes=1 << 20) as life, AsyncScorerClient(await life.listening()) as client:
+            with pytest.raises(ScorerError, match="RESOURCE_EXHAUSTED"):
+                await client.score("q", ["x" * (2 << 20)])
+
+    run(scenario)
+
+
+def test_the_log_tells_where_it_listens(caplog):
+    caplog.set_level(logging.INFO)
+
+    async def scenario():
+        async with Life() as life:
+            await life.listening()
+            return life.addresses
+
+    addresses = run(scenario)
+    assert f"listening grpc={addresses.grpc} metrics={addresses.metrics}" in caplog.messages
