@@ -95,7 +95,7 @@ class Batcher:
     ) -> None:
         self._execute = execute
         self._limits = limits
-        self._policy = policy
+        self.policy = policy
         self._pool = pool
         self._clock = clock
         self._queue: list[_Job] = []
@@ -143,7 +143,7 @@ class Batcher:
         distinct = TokenizedRequest(
             request.prefix, items, request.normalize, request.strategy, request.tenant, request.priority
         )
-        choice = choose(distinct, items, self._policy)
+        choice = choose(distinct, items, self.policy)
         done: asyncio.Future[RequestScores] = asyncio.get_running_loop().create_future()
         job = _Job(distinct, places, choice, deadline, self._clock(), done)
         queued, limit = self.queued_tokens, self._limits.max_queue_tokens

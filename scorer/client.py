@@ -96,7 +96,9 @@ def build_request(query: str, documents: Sequence[str], **options: Unpack[Reques
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"unknown options {sorted(unknown)}")
-    ids = options.get("ids") or [""] * len(documents)
+    ids = options.get("ids")
+    if ids is None:
+        ids = [""] * len(documents)
     if len(ids) != len(documents):
         raise ValueError(f"{len(ids)} ids for {len(documents)} documents")
     return pb.ScoreRequest(

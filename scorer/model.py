@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,18 +147,23 @@ class ScoringModel:
         return self._finish(raw)
 
     @torch.inference_mode()
-    def alone(self, ids: Ints) -> Tensor:
-        """[n, vocabulary] logits of one sequence by transformers' own forward, its own attention and mask.
+    def alone(self, ids: Ints, keep: int) -> Tensor:
+        """[keep, vocabulary] logits of the last positions of one sequence, by transformers' own forward, attention and
+        mask.
 
         For checks while nothing else runs: it switches the model's attention for the duration of the call.
         """
         softcapped = any(key.soft_cap for key in self.mask_keys)
         self.hf.set_attn_implementation("eager" if softcapped else "sdpa")
         try:
-            out = self.hf(input_ids=_tensor(ids, self.device)[None], use_cache=False)
+            out = self.hf(input_ids=_tensor(ids, self.device)[None], use_cache=False, **self._keep_logits(keep))
         finally:
             self.hf.set_attn_implementation(ATTENTION_NAME)
-        return cast(Tensor, out.logits[0])
+        return cast(Tensor, out.logits[0, -keep:])
+
+    def _keep_logits(self, keep: int) -> dict[str, int]:
+        """Spares the head the positions that no one reads, where the model can."""
+        return {"logits_to_keep": keep} if "logits_to_keep" in signature(self.hf.forward).parameters else {}
 
 
 def load_model(source: str, dtype: str, device: str, allow_download: bool) -> ScoringModel:

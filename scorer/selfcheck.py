@@ -66,7 +66,9 @@ def sample_requests(tokenization: Tokenization) -> list[TokenizedRequest]:
 
 def alone(model: ScoringModel, request: TokenizedRequest, item: Item) -> Scored:
     """[prefix, item] through transformers' own forward, its own attention, read at the same places."""
-    logits = model.alone(np.concatenate([request.prefix, item.ids]))[len(request.prefix) + item.read_offsets].float()
+    keep = len(item.ids) - int(item.read_offsets.min())
+    logits = model.alone(np.concatenate([request.prefix, item.ids]), keep)
+    logits = logits[keep - len(item.ids) + item.read_offsets].float()
     lse = torch.logsumexp(logits, dim=-1).cpu().numpy() if request.normalize else None
     read = torch.gather(logits, 1, torch.from_numpy(item.read_ids.astype(np.int64)).to(logits.device))
     return Scored(read.cpu().numpy(), lse, Strategy.NAIVE)

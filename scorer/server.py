@@ -109,11 +109,11 @@ class _Server:
             await self._set(SERVING)
             log.info("listening %s", self.addresses)
             ready(self.addresses)
-            failed = await _first(runtime.batcher.failed.wait(), stop)
-            if failed:
-                log.error("the device failed for good")
+            failure = await _first(runtime.batcher.failed(), stop)
+            if failure is not None:
+                log.error("the device failed for good: %s", failure)
             await self._drain(config.drain_seconds, runtime)
-            return int(failed is not None)
+            return int(failure is not None)
         finally:
             runtime.close()
 

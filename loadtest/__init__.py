@@ -1,0 +1,1 @@
+"""Benchmarks and load: every figure that README names comes from here."""

@@ -1,0 +1,114 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.plans import Strategy
+from batching.packing import Group, fold, pack, unpack
+from batching.page_pool import PagePool
+from batching.select import Policy, Waiting, choose, take
+from batching.types import Item, Reads, TokenizedRequest
+from tests.batching.fake import ids, item, request
+
+tokens = st.lists(st.integers(0, 99), min_size=1, max_size=9)
+
+
+@st.composite
+def items(draw):
+    own = np.array(draw(tokens), np.int32)
+    reads = np.array(sorted(draw(st.sets(st.integers(0, len(own) - 1)))), np.int32)
+    width = draw(st.integers(1, 3))
+    wanted = np.array(draw(st.lists(st.integers(0, 99), min_size=len(reads) * width, max_size=len(reads) * width)))
+    return Item(own, reads, wanted.reshape(len(reads), width).astype(np.int32))
+
+
+@st.composite
+def groups(draw):
+    asked = TokenizedRequest(
+        np.array(draw(st.lists(st.integers(0, 99), max_size=9)), np.int32),
+        tuple(draw(st.lists(items(), min_size=1, max_size=5))),
+        draw(st.booleans()),
+    )
+    some = tuple(sorted(draw(st.sets(st.integers(0, len(asked.items) - 1), min_size=1))))
+    sharing = st.sampled_from([Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM])
+    own = draw(st.booleans())
+    strategies = tuple(Strategy.NAIVE if own else draw(sharing) for _ in some)
+    return Group(asked, some, strategies)
+
+
+@given(given_groups=st.lists(groups(), min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_unpack_inverts_pack(given_groups):
+    """Each read gets a number that names its row, and each item finds the numbers of its own tokens."""
+    batch = pack(given_groups)
+    rows = np.repeat(batch.read_rows, np.diff(batch.read_indptr))
+    reads = Reads(
+        (batch.input_ids[rows] * 1000 + batch.read_ids).astype(np.float32), batch.read_rows.astype(np.float32)
+    )
+    scored = unpack(batch, reads)
+    assert len(scored) == sum(len(group.items) for group in given_groups)
+    for number, group in enumerate(given_groups):
+        for index, strategy in zip(group.items, group.strategies, strict=True):
+            one, got = group.request.items[index], scored[number, index]
+            want = one.ids[one.read_offsets][:, None] * 1000 + one.read_ids
+            np.testing.assert_array_equal(got.logits, want.reshape(got.logits.shape))
+            assert got.strategy is strategy
+            assert (got.lse is not None) == (group.request.normalize and len(one.read_offsets) > 0)
+
+
+@given(given_groups=st.lists(groups(), min_size=1, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_every_path_spells_prefix_and_item(given_groups):
+    batch = pack(given_groups)
+    layout = batch.layout
+    for leaf, share in zip(layout.leaves, batch.shares, strict=True):
+        path = layout.path(int(leaf))
+        rows = np.concatenate([np.arange(layout.row_start[s], layout.row_start[s + 1]) for s in path])
+        asked = given_groups[share.request].request
+        want = np.concatenate([asked.prefix, asked.items[share.item].ids])
+        np.testing.assert_array_equal(batch.input_ids[rows], want)
+        np.testing.assert_array_equal(batch.position_ids[rows], np.arange(len(want)))
+
+
+def test_fold_keeps_order_and_finds_equals():
+    unique, places = fold([item(1, 2), item(3), item(1, 2), item(1, 2, labels=(1, 3))])
+    assert len(unique) == 3
+    assert places.tolist() == [0, 1, 0, 2]
+
+
+def test_the_choice_is_by_length_and_says_why():
+    asked = request([1, 2], [1] * 8, [1] * 9)
+    choice = choose(asked, asked.items, Policy(multi_item_max_tokens=8))
+    assert choice.strategies == (Strategy.MULTI_ITEM, Strategy.DIRECT_RAGGED)
+    assert choice.reason == "1 of 2 of at most 8 tokens: multi_item; 1 of 2 longer than 8 tokens: direct_ragged"
+
+
+waiting = st.builds(
+    Waiting, st.integers(0, 30), st.lists(st.integers(1, 40), min_size=1, max_size=8).map(tuple), st.booleans()
+)
+
+
+@given(queue=st.lists(waiting, min_size=1, max_size=6), budget=st.integers(1, 100))
+@settings(max_examples=200, deadline=None)
+def test_a_pass_keeps_its_budget_and_always_takes_something(queue, budget):
+    counts = take(queue, budget)
+    assert len(counts) == len(queue)
+    assert counts[0] >= 1
+    cost = 0
+    for w, count in zip(queue, counts, strict=True):
+        assert count <= len(w.items)
+        cost += sum(w.items[:count]) + w.prefix * (count if w.prefix_each else min(count, 1))
+    assert cost <= budget or sum(counts) == 1
+
+
+def test_pages_come_back():
+    pool = PagePool(4)
+    first = pool.allocate(3)
+    assert pool.allocate(2) is None
+    pool.release(first)
+    assert sorted(pool.allocate(4).tolist()) == [0, 1, 2, 3]
+
+
+def test_an_item_of_every_read_kind_packs():
+    batch = pack([Group(request([5], [1, 2]), (0,), (Strategy.MULTI_ITEM,))])
+    assert batch.read_rows.tolist() == [2]
+    assert batch.read_ids.tolist() == ids(1, 2).tolist()

@@ -1,0 +1,187 @@
+"""The command line. What needs a model runs against a small server of the tests' own."""
+
+import json
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from prefixrank.v1 import scorer_pb2 as pb
+from scorer.__main__ import main
+from scorer.config import Config
+from tests.scorer.test_client import recording
+
+
+def cli(capsys, *arguments):
+    """Exit code, standard output and standard error of one command in this process."""
+    try:
+        code = main([str(a) for a in arguments])
+    except SystemExit as exit:
+        code = exit.code
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def piped(text, *arguments):
+    """The same in a process of its own, with `text` on standard input."""
+    command = [sys.executable, "-m", "scorer", *arguments]
+    ran = subprocess.run(command, input=text.encode(), capture_output=True, timeout=60)
+    return ran.returncode, ran.stdout.decode(), ran.stderr.decode()
+
+
+@pytest.mark.parametrize("command", ["serve", "score", "demo", "verify", "bench"])
+def test_help_shows_an_example_and_units(capsys, command):
+    code, out, _ = cli(capsys, command, "--help")
+    assert code == 0
+    assert f"example:\n  prefixrank {command}" in out
+    assert any(unit in out for unit in ("tokens", "documents/s"))
+
+
+def test_help_of_serve_has_every_setting(capsys):
+    _, out, _ = cli(capsys, "serve", "--help")
+    for name, field in Config.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in out
+        assert field.description.split()[0] in out
+
+
+def test_help_is_instant_because_it_loads_no_model_code():
+    heavy = ("torch", "transformers", "numpy", "grpc", "rich.table")
+    code = (
+        "import sys, scorer.__main__ as cli\n"
+        "try: cli.main(['score', '--help'])\n"
+        f"except SystemExit: print('LOADED', [m for m in {heavy} if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.endswith("LOADED []\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "COMMAND"),
+        (["score", "a query alone"], "a query alone"),
+        (["score", "q", "d", "--query", "q"], "not both"),
+        (["score", "q", "d", "--input", "x"], "not both"),
+        (["score", "q", "d", "--target", "h:1", "--model", "m"], "the server has its own"),
+        (["score", "q", "d", "--target", "h:1", "--strategy", "magic"], "unknown strategy magic"),
+        (["serve", "--prot", "1"], "unrecognized arguments"),
+        (["serve", "--max-pass", "1"], "unrecognized arguments"),
+        (["bench", "everything"], "invalid choice"),
+    ],
+)
+def test_wrong_usage_exits_with_two(capsys, arguments, told):
+    code, _, err = cli(capsys, *arguments)
+    assert code == 2
+    assert told in err
+
+
+@pytest.mark.parametrize("command", [["serve"], ["score", "q", "d"], ["demo"], ["verify"], ["bench", "cpu"]])
+def test_a_wrong_setting_is_one_line_and_exits_with_two(capsys, command):
+    code, _, err = cli(capsys, *command, "--page-size", "0")
+    assert code == 2
+    assert err.startswith("prefixrank: page_size (from the command line)")
+    assert err.count("\n") == 1
+
+
+def test_a_setting_comes_from_the_file_of_config(capsys, tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text("prot = 1")
+    code, _, err = cli(capsys, "serve", "--config", file)
+    assert code == 2
+    assert "prot (from" in err
+
+
+def test_arguments_become_a_table(capsys):
+    with recording() as (target, servicer, _):
+        documents = ["one", "one two three", "[bold]two words[/bold]\x1b[31m"]
+        code, out, err = cli(capsys, "score", "--target", target, "the query", *documents, "--top-n", "3")
+    assert (code, err) == (0, "")
+    assert servicer.requests[0].query.text == "the query"
+    assert servicer.requests[0].options.top_n == 3
+    lines = out.splitlines()
+    ranks = [line.split()[:3] for line in lines if line.strip()[:1].isdigit()]
+    assert ranks == [["1", "+3.000", "one"], ["2", "+2.000", "[bold]two"], ["3", "+1.000", "one"]]
+    assert "the query" in out
+    assert "5 computed" in out
+    assert "\x1b" not in out
+
+
+def test_options_reach_the_request(capsys):
+    with recording() as (target, servicer, _):
+        options = [
+            "--instruction",
+            "i",
+            "--truncation",
+            "left",
+            "--max-tokens-per-document",
+            "9",
+            "--strategy",
+            "naive",
+        ]
+        cli(capsys, "score", "--target", target, "q", "d", *options)
+    (request,) = servicer.requests
+    assert request.query.instruction == "i"
+    assert request.options.truncation == pb.TRUNCATION_LEFT
+    assert request.options.max_tokens_per_document == 9
+    assert request.options.strategy == pb.STRATEGY_NAIVE
+
+
+def test_lines_of_standard_input_are_documents():
+    with recording() as (target, servicer, _):
+        code, out, err = piped("erstes Dokument\r\n\nzweites\n", "score", "--target", target, "--query", "q", "--json")
+    assert (code, err) == (0, "")
+    assert [d.text for d in servicer.requests[0].documents] == ["erstes Dokument", "zweites"]
+    (line,) = out.splitlines()
+    reply = json.loads(line)
+    assert [r["score"] for r in reply["results"]] == [2, 1]
+    assert reply["usage"]["computed_tokens"] == 5
+    assert reply["results"][0]["status"] == "DOCUMENT_STATUS_OK"
+
+
+def test_bad_lines_are_named_and_the_others_scored(capsys, tmp_path):
+    lines = [
+        {"query": "q", "documents": ["a", {"id": "x", "text": "b c"}], "request_id": "r1"},
+        "{not json",
+        "",
+        ["a list"],
+        {"query": "q", "documents": "a"},
+        {"query": "q", "documents": [1]},
+        {"query": "q", "documents": ["a"], "topn": 3},
+        {"query": "q", "documents": ["a"], "instruction": 3},
+        {"query": "fail", "documents": ["a"]},
+        {"query": "q", "documents": ["\ud800"]},
+        {"query": "q", "documents": ["last"], "instruction": "i"},
+    ]
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes(text.encode() + b'\n{"query": "\xff"}\n')
+    with recording() as (target, servicer, _):
+        code, out, err = cli(capsys, "score", "--target", target, "--json", "--input", file)
+    assert code == 1
+    assert [json.loads(line)["request_id"] for line in out.splitlines()] == ["r1", ""]
+    assert [d.id for d in servicer.requests[0].documents] == ["", "x"]
+    assert servicer.requests[-1].query.instruction == "i"
+    told = err.splitlines()
+    assert [line.split(":")[0] for line in told] == [f"line {n}" for n in (2, 4, 5, 6, 7, 8, 9, 10, 12)]
+    assert "unknown keys ['topn']" in told[4]
+    assert "INTERNAL: internal error, id 1" in told[6]
+
+
+def test_a_refused_request_exits_with_one(capsys):
+    with recording() as (target, servicer, _):
+        servicer.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "query: at most 3 tokens, got 4", None)
+        code, out, err = cli(capsys, "score", "--target", target, "fail", "d")
+    assert (code, out) == (1, "")
+    assert err == "the arguments: INVALID_ARGUMENT: query: at most 3 tokens, got 4\n"
+
+
+def test_nobody_at_the_target(capsys):
+    code, _, err = cli(capsys, "score", "--target", "127.0.0.1:1", "q", "d", "--timeout", "5")
+    assert code == 1
+    assert "UNAVAILABLE" in err
+
+
+def test_a_missing_input_file(capsys):
+    code, _, err = cli(capsys, "score", "--target", "127.0.0.1:1", "--input", "/nowhere.jsonl")
+    assert (code, err) == (2, "prefixrank: cannot read /nowhere.jsonl: No such file or directory\n")

@@ -1,0 +1,74 @@
+import pytest
+from pydantic import ValidationError
+
+from scorer.config import Config, cache_dir
+from scorer.errors import ConfigError
+
+
+def settings_file(tmp_path, text):
+    path = tmp_path / "prefixrank.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path):
+    file = settings_file(tmp_path, 'port = 1\nmetrics_port = 1\nhost = "file"\ndrain_seconds = 1.5')
+    environ = {"PREFIXRANK_PORT": "2", "PREFIXRANK_METRICS_PORT": "2", "PATH": "/bin"}
+    config = Config.read({"port": "3"}, environ, file)
+    assert (config.port, config.metrics_port, config.host, config.drain_seconds) == (3, 2, "file", 1.5)
+
+
+def test_an_absent_flag_hides_nothing():
+    assert Config.read({"port": None}, {"PREFIXRANK_PORT": "2"}).port == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "text", "told"),
+    [
+        ({"prot": "1"}, {}, "", "prot (from the command line): unknown setting, got '1'"),
+        ({}, {"PREFIXRANK_PROT": "1"}, "", "prot (from the environment): unknown setting, got '1'"),
+        ({}, {}, "prot = 1", "prot (from {file}): unknown setting, got 1"),
+        ({"port": "high"}, {}, "", "port (from the command line)"),
+        ({}, {"PREFIXRANK_PORT": "70000"}, "", "port (from the environment)"),
+        ({}, {}, "page_size = 0", "page_size (from {file})"),
+        ({}, {"PREFIXRANK_DTYPE": "int3"}, "", "dtype (from the environment)"),
+        ({}, {"PREFIXRANK_ALLOW_DOWNLOAD": "perhaps"}, "", "allow_download (from the environment)"),
+    ],
+)
+def test_an_unknown_or_malformed_value_names_its_origin(flags, environ, text, told, tmp_path):
+    file = settings_file(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        Config.read(flags, environ, file)
+    assert told.format(file=file) in str(caught.value)
+
+
+def test_every_bad_setting_is_told_at_once():
+    with pytest.raises(ConfigError, match=r"port .*page_size"):
+        Config.read({"port": "x", "page_size": "y"}, {})
+
+
+@pytest.mark.parametrize("text", ["port = ", "= 1", '"\xff"'])
+def test_a_file_that_is_no_toml_is_named(tmp_path, text):
+    file = settings_file(tmp_path, text)
+    with pytest.raises(ConfigError, match=r"cannot read the settings file .*prefixrank\.toml"):
+        Config.read({}, {}, file)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the settings file"):
+        Config.read({}, {}, tmp_path / "none.toml")
+
+
+def test_it_is_frozen():
+    config = Config.read({}, {})
+    with pytest.raises(ValidationError):
+        config.port = 1
+
+
+def test_every_setting_is_described():
+    assert all(field.description for field in Config.model_fields.values())
+
+
+def test_converted_models_lie_in_the_users_cache(tmp_path):
+    assert cache_dir({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "prefixrank"
+    assert cache_dir({}).parts[-2:] == (".cache", "prefixrank")
