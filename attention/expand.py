@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention.layout import Ints, Layout, ranges
-from attention.plans import Launch, MaskKind, Pages, Plan
+from attention.plans import Launch, MaskKind, Pages, Plan, RaggedKv
 
 NOTHING = -1
 
@@ -50,17 +50,24 @@ def contents(plan: Plan, layout: Layout, pages: Pages) -> Ints:
 def requests(plan: Plan, held: Ints) -> Iterator[Request]:
     """Every request of every launch, in order, with its keys looked up in `held` (see `contents`)."""
     for launch in plan.launches:
-        kv_lens = launch.kv_lens(plan.page_size)
+        kv_lens = launch.kv.lengths(plan.page_size)
         mask_start = 0
         for b in range(launch.requests):
-            table = launch.paged_kv_indices[launch.paged_kv_indptr[b] : launch.paged_kv_indptr[b + 1]]
-            slots = ranges(table * np.int32(plan.page_size), np.full(len(table), plan.page_size, np.int32))
             rows = launch.q_rows[launch.qo_indptr[b] : launch.qo_indptr[b + 1]]
             mask = None
             if launch.custom_mask is not None:
                 mask = launch.custom_mask[mask_start : mask_start + len(rows) * kv_lens[b]].reshape(len(rows), -1)
                 mask_start += mask.size
-            yield Request(launch, b, rows, held[slots[: kv_lens[b]]], mask)
+            yield Request(launch, b, rows, _keys(launch, b, held, plan.page_size)[: kv_lens[b]], mask)
+
+
+def _keys(launch: Launch, request: int, held: Ints, page_size: int) -> Ints:
+    """What the request's pages hold, the last one to its end; or its ragged tokens."""
+    kv = launch.kv
+    if isinstance(kv, RaggedKv):
+        return kv.kv_tokens[kv.kv_indptr[request] : kv.kv_indptr[request + 1]]
+    table = kv.paged_kv_indices[kv.paged_kv_indptr[request] : kv.paged_kv_indptr[request + 1]]
+    return held[ranges(table * np.int32(page_size), np.full(len(table), page_size, np.int32))]
 
 
 def expand(plan: Plan, layout: Layout, pages: Pages) -> NDArray[np.int32]:
@@ -81,7 +88,7 @@ def kernel_mask(request: Request) -> NDArray[np.bool_]:
     k = np.arange(kv_len)[None, :]
     if request.mask is not None:
         return request.mask
-    mask: NDArray[np.bool_] = k <= t
+    mask: NDArray[np.bool_] = np.ones((q_len, kv_len), np.bool_) if launch.mask is MaskKind.NONE else k <= t
     if launch.mask is MaskKind.MULTI_ITEM:
         mask &= _multi_item_mask(request, t, k)
     if launch.window_left >= 0:

@@ -173,6 +173,8 @@ def _cut(request: Request, layout: Layout, index: Ints) -> Iterator[Piece]:
     """A request in pieces, by its mask."""
     if request.mask is not None or request.launch.window_left >= 0:
         yield from _masked(request, index)
+    elif request.launch.mask is MaskKind.NONE:
+        yield Cross(request.rows, index[request.keys])
     elif request.launch.mask is MaskKind.CAUSAL:
         yield from _causal(request.rows, request.keys, layout, index)
     else:
@@ -198,6 +200,9 @@ def _multi_item(request: Request, layout: Layout, index: Ints) -> Iterator[Piece
     rows, keys = request.rows, request.keys
     first = len(keys) - len(rows)
     places = arrays.token_pos_in_items_ptr[request.index * stride :][: len(keys) - prefix]
+    if not len(places):
+        yield from _causal(rows, keys, layout, index)
+        return
     begins = np.flatnonzero(places == 1)
     lengths = np.diff(begins, append=len(places))
     counted = np.array_equal(places, ranges(np.ones_like(lengths), lengths))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attention.plans import MAX_ITEM_TOKENS, Strategy
+from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, Strategy
 from batching.types import Item, TokenizedRequest
 
 
@@ -38,8 +38,7 @@ def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy) -> 
     """The strategy of each item. Raises StrategyError where the request asks for one that cannot be."""
     prefix, window = len(request.prefix), policy.window
     if request.strategy is not None:
-        if request.strategy is Strategy.MULTI_ITEM:
-            _refuse_multi_item(prefix, items, window)
+        refuse(request.strategy, prefix, max(len(item.ids) for item in items), window)
         return Choice((request.strategy,) * len(items), f"asked for: {request.strategy}")
     chosen, why = zip(*(_by_length(prefix, item, policy) for item in items), strict=True)
     counts = Counter(zip(chosen, why, strict=True))
@@ -55,13 +54,13 @@ def _by_length(prefix: int, item: Item, policy: Policy) -> tuple[Strategy, str]:
     return Strategy.MULTI_ITEM, f"of at most {limit} tokens"
 
 
-def _refuse_multi_item(prefix: int, items: Sequence[Item], window: int | None) -> None:
-    longest = max(len(item.ids) for item in items)
-    if longest > MAX_ITEM_TOKENS:
-        raise StrategyError(f"multi_item takes items of up to {MAX_ITEM_TOKENS} tokens, got {longest}: direct_ragged")
-    if window is not None and prefix + longest > window:
+def refuse(strategy: Strategy, prefix: int, longest: int, window: int | None) -> None:
+    """Raises StrategyError where `strategy` cannot compute items of up to `longest` tokens behind such a prefix."""
+    if strategy in ITEM_LIMITED and longest > MAX_ITEM_TOKENS:
+        raise StrategyError(f"{strategy} takes items of up to {MAX_ITEM_TOKENS} tokens, got {longest}: direct_ragged")
+    if strategy in WINDOWLESS and window is not None and prefix + longest > window:
         raise StrategyError(
-            f"multi_item is exact up to the model's sliding window of {window} tokens, "
+            f"{strategy} is exact up to the model's sliding window of {window} tokens, "
             f"prefix and item have {prefix + longest}: direct_ragged"
         )
 

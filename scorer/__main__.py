@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -178,7 +179,15 @@ def _serve(args: argparse.Namespace) -> int:
     from scorer.server import serve
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    return asyncio.run(serve(config))
+    return _ended(asyncio.run(serve(config)))
+
+
+def _ended(code: int) -> int:
+    """Ends the process at once where a pass outlives the grace: the interpreter would wait for its thread."""
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -366,21 +375,23 @@ def _local(config: Config, timeout: float) -> Iterator[Score]:
 def _score_all(jobs: Iterable[Job], score: Score, show: Show) -> int:
     """Scores one job after another. What is wrong with one is told, and the others go on."""
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress
 
     from scorer.client import ScorerError
 
     console = Console(stderr=True)
+    long = console.is_terminal and not isinstance(jobs, list)
     failed = False
-    many = not isinstance(jobs, list)
-    for job in track(jobs, "scoring", total=None, console=console, disable=not (many and console.is_terminal)):
-        try:
-            if job.request is None:
-                raise ValueError(job.problem)
-            show(job.request, score(job.request))
-        except (ValueError, ScorerError) as error:
-            failed = True
-            console.print(f"{job.where}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    # A bar on standard error must not take standard output with it when that goes to a file.
+    with Progress(console=console, disable=not long, transient=True, redirect_stdout=sys.stdout.isatty()) as progress:
+        for job in progress.track(jobs, total=None, description="scoring"):
+            try:
+                if job.request is None:
+                    raise ValueError(job.problem)
+                show(job.request, score(job.request))
+            except (ValueError, ScorerError) as error:
+                failed = True
+                console.print(f"{job.where}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
     return int(failed)
 
 

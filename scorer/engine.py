@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from attention.layout import Layout
-from attention.plans import Pages, Plan, Strategy, plan
+from attention.planner import plan
+from attention.plans import Pages, Plan, Strategy
 from attention.strategy import Attention, MaskKey
 from batching.types import PackedBatch, Reads
 from scorer.model import ScoringModel

@@ -104,18 +104,15 @@ class _Server:
         runtime = await _first(_on_thread(lambda: load(config)), stop)
         if runtime is None:
             return 0
-        try:
-            self.service.serve(runtime)
-            await self._set(SERVING)
-            log.info("listening %s", self.addresses)
-            ready(self.addresses)
-            failure = await _first(runtime.batcher.failed(), stop)
-            if failure is not None:
-                log.error("the device failed for good: %s", failure)
-            await self._drain(config.drain_seconds, runtime)
-            return int(failure is not None)
-        finally:
-            runtime.close()
+        self.service.serve(runtime)
+        await self._set(SERVING)
+        log.info("listening %s", self.addresses)
+        ready(self.addresses)
+        failure = await _first(runtime.batcher.failed(), stop)
+        if failure is not None:
+            log.error("the device failed for good: %s", failure)
+        await self._drain(config.drain_seconds, runtime)
+        return int(failure is not None)
 
     async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):
@@ -130,6 +127,7 @@ class _Server:
             async with asyncio.timeout(seconds):
                 await self.service.idle()
                 await runtime.batcher.drain()
+                await _on_thread(runtime.close)  # may wait for a pass whose callers have gone
         except TimeoutError:
             log.warning("the grace of %g s is over; what is left is cancelled", seconds)
 

@@ -9,6 +9,7 @@ PURE = [
     "attention.layout",
     "attention.mask",
     "attention.plans",
+    "attention.planner",
     "attention.expand",
     "attention.strategy",
     "batching.types",

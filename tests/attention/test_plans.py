@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from attention.expand import expand
 from attention.layout import Layout, LayoutError, Segment, unshared
 from attention.mask import visible
-from attention.plans import MAX_ITEM_TOKENS, Pages, Strategy, plan
+from attention.planner import plan, plan_visibility
+from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, MaskKind, Pages, Strategy
 from tests.attention.draw import cases, segments
 
-SHARING = [Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM, Strategy.REFERENCE]
+SHARING = [s for s in Strategy if s is not Strategy.NAIVE]
 
 
 def exact(layout, pages, strategies, window=None):
@@ -35,7 +36,8 @@ def test_counts_are_the_mask(strategy, case):
 @settings(max_examples=120, deadline=None)
 def test_a_request_may_be_split_between_strategies(case, choice):
     layout, pages = case
-    pick = st.sampled_from([Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM])
+    whole_trees = (Strategy.CUSTOM_MASK, Strategy.REFERENCE)
+    pick = st.sampled_from([s for s in SHARING if s not in whole_trees])
     exact(layout, pages, [choice.draw(pick) for _ in layout.leaves])
 
 
@@ -48,18 +50,20 @@ def test_naive_computes_what_sharing_computes(forest, page_size):
     assert len(source) == layout.segments
 
 
+@pytest.mark.parametrize("strategy", [s for s in SHARING if s not in WINDOWLESS])
 @given(case=cases(), window=st.integers(1, 80))
-@settings(max_examples=80, deadline=None)
-def test_a_sliding_window_is_exact_under_direct_ragged(case, window):
+@settings(max_examples=60, deadline=None)
+def test_a_sliding_window_is_exact_where_distances_are_kept(strategy, case, window):
     layout, pages = case
-    exact(layout, pages, [Strategy.DIRECT_RAGGED] * len(layout.leaves), window)
+    exact(layout, pages, [strategy] * len(layout.leaves), window)
 
 
+@pytest.mark.parametrize("strategy", sorted(WINDOWLESS))
 @given(case=cases(), window=st.integers(1, 200))
 @settings(max_examples=40, deadline=None)
-def test_multi_item_takes_a_window_as_long_as_the_path_and_refuses_a_shorter_one(case, window):
+def test_the_others_take_a_window_as_long_as_the_path_and_refuse_a_shorter_one(strategy, case, window):
     layout, pages = case
-    strategies = [Strategy.MULTI_ITEM] * len(layout.leaves)
+    strategies = [strategy] * len(layout.leaves)
     if window >= layout.longest_path:
         assert exact(layout, pages, strategies, window).launches[0].window_left == -1
     else:
@@ -69,17 +73,24 @@ def test_multi_item_takes_a_window_as_long_as_the_path_and_refuses_a_shorter_one
 
 @given(case=cases())
 @settings(max_examples=60, deadline=None)
-def test_every_row_queries_exactly_once(case):
+def test_every_row_queries_once_and_is_merged_where_it_queries_again(case):
     layout, pages = case
     for strategy in SHARING:
         made = plan(layout, [strategy] * len(layout.leaves), pages)
-        rows = np.sort(np.concatenate([launch.q_rows for launch in made.launches]))
-        np.testing.assert_array_equal(rows, np.arange(layout.rows))
+        merged = {b for _, b in made.merges}
+        rows = [launch.q_rows for i, launch in enumerate(made.launches) if i not in merged]
+        np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(layout.rows))
+        for a, b in made.merges:
+            assert np.isin(made.launches[b].q_rows, made.launches[a].q_rows).all()
+
+
+def with_kv(launch, **change):
+    return replace(launch, kv=replace(launch.kv, **change))
 
 
 BREAKS = {
-    "a page too many": lambda launch: replace(launch, paged_kv_last_page_len=launch.paged_kv_last_page_len % 16 + 1),
-    "pages swapped": lambda launch: replace(launch, paged_kv_indices=launch.paged_kv_indices[::-1].copy()),
+    "a page too many": lambda launch: with_kv(launch, paged_kv_last_page_len=launch.kv.paged_kv_last_page_len % 16 + 1),
+    "pages swapped": lambda launch: with_kv(launch, paged_kv_indices=launch.kv.paged_kv_indices[::-1].copy()),
     "rows swapped": lambda launch: replace(launch, q_rows=launch.q_rows[::-1].copy()),
 }
 
@@ -128,32 +139,33 @@ def test_article_4_3_direct_ragged():
     layout = Layout.of([Segment(-1, 96), Segment(0, 4), Segment(0, 4)])
     launch = plan(layout, [Strategy.DIRECT_RAGGED] * 2, Pages.scratch(layout, 16)).launches[0]
     assert launch.qo_indptr.tolist() == [0, 100, 104]
-    assert launch.paged_kv_indptr.tolist() == [0, 7, 14]
-    assert launch.paged_kv_indices.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 7]
-    assert launch.paged_kv_last_page_len.tolist() == [4, 4]
+    assert launch.kv.paged_kv_indptr.tolist() == [0, 7, 14]
+    assert launch.kv.paged_kv_indices.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 7]
+    assert launch.kv.paged_kv_last_page_len.tolist() == [4, 4]
 
 
 def test_article_4_5_1_multi_item():
     layout = Layout.of([Segment(-1, 96), Segment(0, 4), Segment(0, 4)])
     launch = plan(layout, [Strategy.MULTI_ITEM] * 2, Pages.scratch(layout, 16)).launches[0]
     assert launch.qo_indptr.tolist() == [0, 104]
-    assert launch.kv_lens(16).tolist() == [104]
+    assert launch.kv.lengths(16).tolist() == [104]
     assert launch.multi_item.prefix_len_ptr.tolist() == [96]
     assert launch.multi_item.token_pos_in_items_ptr.tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
     assert launch.multi_item.max_item_len_ptr.tolist() == [4]
 
 
+@pytest.mark.parametrize("strategy", sorted(ITEM_LIMITED))
 @pytest.mark.parametrize("length", [MAX_ITEM_TOKENS, MAX_ITEM_TOKENS + 1])
-def test_an_item_past_uint16_is_refused_by_multi_item_only(length):
+def test_an_item_past_uint16_is_refused_by_the_multi_item_mask_only(length, strategy):
     layout = Layout.of([Segment(-1, 3), Segment(0, length), Segment(0, 2)])
     pages = Pages.scratch(layout, 16)
     plan(layout, [Strategy.DIRECT_RAGGED] * 2, pages)
     if length <= MAX_ITEM_TOKENS:
-        launch = plan(layout, [Strategy.MULTI_ITEM] * 2, pages).launches[0]
+        launch = plan(layout, [strategy] * 2, pages).launches[0]
         assert int(launch.multi_item.token_pos_in_items_ptr.max()) == length
     else:
         with pytest.raises(LayoutError, match="65535"):
-            plan(layout, [Strategy.MULTI_ITEM] * 2, pages)
+            plan(layout, [strategy] * 2, pages)
 
 
 def test_naive_refuses_a_shared_prefix():
@@ -174,6 +186,54 @@ def test_memory_grows_with_tokens_not_with_their_square(strategy):
         layout = Layout.of([Segment(-1, 512), *[Segment(0, 64)] * items])
         made = plan(layout, [strategy] * items, Pages.scratch(layout, 16))
         arrays = [made.append_rows, made.append_slots, *(getattr(made.launches[0], n) for n in ("q_rows", "qo_indptr"))]
-        return sum(a.nbytes for a in arrays) + made.launches[0].paged_kv_indices.nbytes
+        return sum(a.nbytes for a in arrays) + made.launches[0].kv.paged_kv_indices.nbytes
 
     assert size(400) < 4.5 * size(100)
+
+
+def test_article_4_4_cascade():
+    layout = Layout.of([Segment(-1, 96), Segment(0, 4), Segment(0, 4)])
+    made = plan(layout, [Strategy.CASCADE] * 2, Pages.scratch(layout, 16))
+    prefix, shared, unique = made.launches
+    assert [launch.mask for launch in made.launches] == [MaskKind.CAUSAL, MaskKind.NONE, MaskKind.CAUSAL]
+    assert [launch.qo_indptr.tolist() for launch in (shared, unique)] == [[0, 8], [0, 4, 8]]
+    assert [launch.kv.paged_kv_indptr.tolist() for launch in (shared, unique)] == [[0, 6], [0, 1, 2]]
+    assert [launch.kv.paged_kv_last_page_len.tolist() for launch in (shared, unique)] == [[16], [4, 4]]
+    assert prefix.qo_indptr.tolist() == [0, 96]
+    assert made.merges == ((2, 1),)
+
+
+def test_article_4_5_3_a_custom_mask_is_packed_lowest_bit_first():
+    layout = Layout.of([Segment(-1, 3), Segment(0, 2), Segment(0, 2)])
+    launch = plan(layout, [Strategy.CUSTOM_MASK] * 2, Pages.scratch(layout, 16)).launches[0]
+    assert launch.custom_mask.size == 7 * 7
+    bits = np.unpackbits(launch.packed_custom_mask(16), bitorder="little")[:49]
+    np.testing.assert_array_equal(bits.reshape(7, 7).astype(bool), visible(layout))
+
+
+def test_packed_multi_item_keeps_requests_small_and_shares_their_pages():
+    layout = Layout.of([Segment(-1, 256), *[Segment(0, 30)] * 10, Segment(0, 200)])
+    launch = plan(layout, [Strategy.PACKED_MULTI_ITEM] * 11, Pages.scratch(layout, 16)).launches[0]
+    assert np.diff(launch.qo_indptr).tolist() == [256, 120, 120, 60, 200]
+    tables = np.split(launch.kv.paged_kv_indices, launch.kv.paged_kv_indptr[1:-1])
+    for table in tables:
+        np.testing.assert_array_equal(table[:16], tables[0])
+
+
+def test_grouped_launches_keep_short_requests_from_long_ones():
+    layout = Layout.of([Segment(-1, 256), Segment(0, 4), Segment(0, 100), Segment(0, 5)])
+    made = plan(layout, [Strategy.DIRECT_RAGGED_GROUPED] * 3, Pages.scratch(layout, 16))
+    assert [np.diff(launch.qo_indptr).tolist() for launch in made.launches] == [[4, 5], [256, 100]]
+
+
+def test_a_draft_tree_by_its_visibility():
+    """A tree whose branches are single tokens, the article's 4.5.4: each sees its ancestors and itself."""
+    parents = [-1, 0, 0, 1, 1, 2]
+    layout = Layout.of([Segment(-1, 10), *[Segment(p + 1, 1) for p in parents]])
+    seen = visible(layout)
+    made = plan_visibility(layout, seen, 16)
+    np.testing.assert_array_equal(expand(made, layout, Pages.scratch(layout, 16)), seen)
+    blind = seen.copy()
+    blind[3] = False
+    with pytest.raises(LayoutError, match="at least one token"):
+        plan_visibility(layout, blind, 16)

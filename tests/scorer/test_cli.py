@@ -10,6 +10,8 @@ import pytest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.__main__ import main
 from scorer.config import Config
+from scorer.demo import Server
+from scorer.errors import StartError
 from tests.scorer.test_client import recording
 
 
@@ -185,3 +187,10 @@ def test_nobody_at_the_target(capsys):
 def test_a_missing_input_file(capsys):
     code, _, err = cli(capsys, "score", "--target", "127.0.0.1:1", "--input", "/nowhere.jsonl")
     assert (code, err) == (2, "prefixrank: cannot read /nowhere.jsonl: No such file or directory\n")
+
+
+def test_a_server_process_that_cannot_start_tells_why():
+    server = Server(["--page-size=0"])
+    with pytest.raises(StartError, match=r"exit code 2\nprefixrank: page_size \(from the command line\)"):
+        server.wait_until_listening()
+    assert server.stop() == 2

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attention import plans
-from attention.plans import Strategy
+from attention import planner as planning
+from attention.plans import WINDOWLESS, Strategy
 from batching.packing import Group, pack, unpack
 from batching.types import Item, TokenizedRequest
 from scorer.engine import Engine
@@ -46,14 +46,14 @@ def truth(model, asked):
 
 def usable(family):
     windowed = any(key.window is not None and key.window < 100 for key in tiny(family).mask_keys)
-    return [s for s in Strategy if not (windowed and s is Strategy.MULTI_ITEM)]
+    return [s for s in Strategy if not (windowed and s in WINDOWLESS)]
 
 
 @pytest.mark.parametrize("strategy", Strategy)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_alone(family, strategy):
     if strategy not in usable(family):
-        pytest.skip("multi_item refuses a window shorter than prefix and item: see test_select")
+        pytest.skip("refused for a window shorter than prefix and item: see test_plans")
     model = tiny(family)
     asked = request(np.random.default_rng(1), 37, [1, 5, 17, 40, 16, 2])
     expected = truth(model, asked)
@@ -61,7 +61,7 @@ def test_packed_equals_alone(family, strategy):
     np.testing.assert_allclose(log_odds(whole(engine(model), asked, strategy)), expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", [Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM])
+@pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.NAIVE])
 @pytest.mark.parametrize("prefix", [1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_any_prefix_against_any_page_size(strategy, prefix, page_size):
@@ -71,7 +71,7 @@ def test_any_prefix_against_any_page_size(strategy, prefix, page_size):
     np.testing.assert_allclose(log_odds(whole(made, asked, strategy)), truth(model, asked), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", [Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM, Strategy.REFERENCE])
+@pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.NAIVE])
 @pytest.mark.parametrize("prefix", [3, 16, 37])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_a_second_pass_over_kept_pages(family, prefix, strategy):
@@ -172,7 +172,7 @@ def last_prefix_token_hidden(launch):
 @pytest.mark.parametrize("breakage", [neighbour_visible, last_prefix_token_hidden])
 def test_broken_masks_are_noticed(breakage):
     def planner(*args):
-        made = plans.plan(*args)
+        made = planning.plan(*args)
         return replace(made, launches=tuple(breakage(launch) for launch in made.launches))
 
     model = tiny("qwen3")

@@ -38,6 +38,18 @@ class _StrategyEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """Prefix and documents as one logical request under the multi-item mask."""
     STRATEGY_REFERENCE: _Strategy.ValueType  # 4
     """A dense mask over the whole pass: for tests and debugging, quadratic memory."""
+    STRATEGY_SPLIT_CACHE: _Strategy.ValueType  # 5
+    """The prefix in one launch, the documents in a second that reads its pages."""
+    STRATEGY_DIRECT_RAGGED_GROUPED: _Strategy.ValueType  # 6
+    """Direct ragged in launches grouped by query length."""
+    STRATEGY_CASCADE: _Strategy.ValueType  # 7
+    """All documents on the shared prefix, each on itself, merged by log-sum-exp."""
+    STRATEGY_CASCADE_CONTIGUOUS: _Strategy.ValueType  # 8
+    """Cascade on contiguous keys and values."""
+    STRATEGY_PACKED_MULTI_ITEM: _Strategy.ValueType  # 9
+    """Requests of at most 128 rows, each some documents under the multi-item mask, over shared prefix pages."""
+    STRATEGY_CUSTOM_MASK: _Strategy.ValueType  # 10
+    """An explicit mask, packed to bits: quadratic memory."""
 
 class Strategy(_Strategy, metaclass=_StrategyEnumTypeWrapper):
     """How the attention of a pass is laid out. UNSPECIFIED lets the service choose (AUTO)."""
@@ -51,6 +63,18 @@ STRATEGY_MULTI_ITEM: Strategy.ValueType  # 3
 """Prefix and documents as one logical request under the multi-item mask."""
 STRATEGY_REFERENCE: Strategy.ValueType  # 4
 """A dense mask over the whole pass: for tests and debugging, quadratic memory."""
+STRATEGY_SPLIT_CACHE: Strategy.ValueType  # 5
+"""The prefix in one launch, the documents in a second that reads its pages."""
+STRATEGY_DIRECT_RAGGED_GROUPED: Strategy.ValueType  # 6
+"""Direct ragged in launches grouped by query length."""
+STRATEGY_CASCADE: Strategy.ValueType  # 7
+"""All documents on the shared prefix, each on itself, merged by log-sum-exp."""
+STRATEGY_CASCADE_CONTIGUOUS: Strategy.ValueType  # 8
+"""Cascade on contiguous keys and values."""
+STRATEGY_PACKED_MULTI_ITEM: Strategy.ValueType  # 9
+"""Requests of at most 128 rows, each some documents under the multi-item mask, over shared prefix pages."""
+STRATEGY_CUSTOM_MASK: Strategy.ValueType  # 10
+"""An explicit mask, packed to bits: quadratic memory."""
 global___Strategy = Strategy
 
 class _Truncation:
