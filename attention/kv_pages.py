@@ -1,4 +1,4 @@
-"""The paged K/V tensors that outlive a pass."""
+"""The paged K/V tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KvPages:
-    """For each layer, K and V of `pages * page_size` slots, slot = page * page_size + offset.
+    """For each layer, K and V in `pages` pages of `page_size` tokens; slot = page * page_size + offset.
 
     A layer's tensors take the shape of the first rows written to them, as layers of one model may differ in heads.
     """
@@ -17,16 +17,20 @@ class KvPages:
         self.page_size = page_size
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """[pages, page_size, kv_heads, head_dim] each, made like the rows k and v if the layer has none yet."""
+        if layer not in self._layers:
+            pages = (self.pages, self.page_size)
+            self._layers[layer] = (k.new_empty((*pages, *k.shape[1:])), v.new_empty((*pages, *v.shape[1:])))
+        return self._layers[layer]
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k, v: [len(slots), kv_heads, head_dim]"""
-        if layer not in self._layers:
-            shape = (self.pages * self.page_size, *k.shape[1:])
-            self._layers[layer] = (k.new_empty(shape), v.new_empty((shape[0], *v.shape[1:])))
-        held_k, held_v = self._layers[layer]
-        held_k[slots] = k
-        held_v[slots] = v
+        held_k, held_v = self.layer(layer, k, v)
+        held_k.flatten(0, 1)[slots] = k
+        held_v.flatten(0, 1)[slots] = v
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """[len(slots), kv_heads, head_dim] each"""
         k, v = self._layers[layer]
-        return torch.index_select(k, 0, slots), torch.index_select(v, 0, slots)
+        return torch.index_select(k.flatten(0, 1), 0, slots), torch.index_select(v.flatten(0, 1), 0, slots)

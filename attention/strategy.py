@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attention.layout import Layout
 from attention.plans import Pages, Plan
@@ -22,6 +22,16 @@ class MaskKey(NamedTuple):
     soft_cap: float = 0.0
 
 
+class HeadShape(NamedTuple):
+    """What a kernel is made for: heads of one layer, the softmax scale, and torch's dtype of q, k and v."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    dtype: Any
+
+
 # (layer, q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], scale, key) -> [rows, heads, head_dim]
 Attend = Callable[[int, "Tensor", "Tensor", "Tensor", float, MaskKey], "Tensor"]
 
@@ -36,10 +46,22 @@ class Attention(ABC):
         """Prepares one pass, once for all of its layers; the answer is called layer after layer."""
 
 
-def make(backend: str, kv_pages: KvPages) -> Attention:
-    """The attention called `backend`. Heavy imports happen here, for the one that is asked for."""
+def make(backend: str, kv_pages: KvPages, shape: HeadShape | None = None) -> Attention:
+    """The attention called `backend`. Heavy imports happen here, for the one that is asked for.
+
+    shape: what all layers have in common; None if they differ. Raises ValueError saying what to use instead.
+    """
     if backend == "torch":
         from attention.torch_backend import TorchAttention
 
         return TorchAttention(kv_pages)
-    raise ValueError(f"unknown attention backend {backend!r}: use 'torch'")
+    if backend == "flashinfer":
+        if shape is None:
+            raise ValueError("the layers of this model differ in their heads: use the torch backend")
+        try:
+            from attention.flashinfer_backend import FlashInferAttention
+        except ImportError as error:
+            raise ValueError(f"FlashInfer is not installed ({error}): pip install 'prefixrank[gpu]'") from error
+
+        return FlashInferAttention(kv_pages, shape)
+    raise ValueError(f"unknown attention backend {backend!r}: use 'torch' or 'flashinfer'")

@@ -21,6 +21,7 @@ from attention.expand import Request, contents, kernel_mask, requests
 from attention.kv_pages import KvPages
 from attention.layout import Ints, Layout, ranges
 from attention.plans import MaskKind, Pages, Plan
+from attention.residency import Residency
 from attention.strategy import Attend, Attention, MaskKey
 
 MASKED_ROWS = 256  # rows of one block of a masked piece: bounds its score matrix
@@ -67,25 +68,21 @@ class TorchAttention(Attention):
         self._kv_pages = kv_pages
 
     def begin(self, layout: Layout, pages: Pages, plans: Mapping[MaskKey, Plan]) -> Attend:
-        resident = _Resident.of(layout, pages, next(iter(plans.values())))
-        schedules = {key: _schedule(plan, layout, pages, resident.index) for key, plan in plans.items()}
+        found = Residency.of(layout, pages, next(iter(plans.values())))
+        kept = _Kept.of(found)
+        schedules = {key: _schedule(plan, layout, pages, found.place) for key, plan in plans.items()}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, key: MaskKey) -> Tensor:
-            all_k, all_v = resident.join(self._kv_pages, layer, k, v)
+            all_k, all_v = kept.join(self._kv_pages, layer, k, v)
             return schedules[key].run(q, k, v, all_k, all_v, scale, key.soft_cap)
 
         return attend
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Resident:
-    """The K/V that a pass finds in kept pages, and what it leaves there.
+class _Kept:
+    """A Residency as torch indices."""
 
-    index       [tokens]  place of each token in (cached tokens, then rows)
-    read_slots  kept slots of the cached tokens
-    """
-
-    index: Ints
     read_slots: Tensor
     copy_from: Tensor
     copy_to: Tensor
@@ -93,24 +90,12 @@ class _Resident:
     store_slots: Tensor
 
     @classmethod
-    def of(cls, layout: Layout, pages: Pages, plan: Plan) -> _Resident:
-        cached = np.setdiff1d(np.arange(layout.tokens, dtype=np.int32), layout.row_tokens, assume_unique=True)
-        index = np.empty(layout.tokens, np.int32)
-        index[cached] = np.arange(len(cached))
-        index[layout.row_tokens] = len(cached) + np.arange(layout.rows)
-        copied = plan.copy_to < pages.first_scratch
-        stored = plan.append_slots < pages.first_scratch
-        return cls(
-            index=index,
-            read_slots=_index(_cached_slots(layout, pages)),
-            copy_from=_index(plan.copy_from[copied]),
-            copy_to=_index(plan.copy_to[copied]),
-            store_rows=_index(plan.append_rows[stored]),
-            store_slots=_index(plan.append_slots[stored]),
-        )
+    def of(cls, found: Residency) -> _Kept:
+        arrays = (found.cached_slots, found.copy_from, found.copy_to, found.store_rows, found.store_slots)
+        return cls(*(_index(array) for array in arrays))
 
     def join(self, kv_pages: KvPages, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps what is to be kept; returns K and V of the cached tokens and the rows, in the order of `index`."""
+        """Keeps what is to be kept; returns K and V of the cached tokens and the rows, in the Residency's order."""
         device = k.device
         if len(self.store_rows):
             rows = self.store_rows.to(device)
@@ -121,18 +106,6 @@ class _Resident:
             return k, v
         cached_k, cached_v = kv_pages.read(layer, self.read_slots.to(device))
         return torch.cat([cached_k, k]), torch.cat([cached_v, v])
-
-
-def _cached_slots(layout: Layout, pages: Pages) -> Ints:
-    """Kept slots of the cached tokens, in token order."""
-    slots = [np.zeros(0, np.int32)]
-    for segment in np.flatnonzero(layout.cached):
-        kept = pages.kept[segment]
-        assert kept is not None, f"segment {segment} has cached tokens but no kept pages"
-        offset = int(layout.start[segment]) % pages.page_size
-        whole = ranges(kept * np.int32(pages.page_size), np.full(len(kept), pages.page_size, np.int32))
-        slots.append(whole[offset : offset + int(layout.cached[segment])])
-    return np.concatenate(slots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

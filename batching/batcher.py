@@ -16,6 +16,7 @@ from batching.types import Item, PackedBatch, Reads, RequestScores, Scored, Toke
 
 Execute = Callable[[PackedBatch], Awaitable[Reads]]
 FAILURES_IN_A_ROW = 3  # failed passes after which the device is taken to be gone
+FIRST_RATE = 2000.0  # tokens/s that the device is taken to compute until it has shown its own rate
 
 
 class BatchingError(Exception):
@@ -49,13 +50,18 @@ class BatcherLimits:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One accepted request. Its items are distinct; `places` maps the request's items to them."""
+    """One accepted request. Its items are distinct; `places` maps the request's items to them.
+
+    turn  when it would be done had it the device to itself: requests run in this order, so that a short one passes a
+          long one, and a long one that has waited as much longer as it takes is passed by no one
+    """
 
     request: TokenizedRequest
     places: Ints
     choice: Choice
     deadline: float | None
     submitted: float
+    turn: float
     done: asyncio.Future[RequestScores]
     pages: Ints | None = None
     cached: bool = False
@@ -101,6 +107,7 @@ class Batcher:
         self._queue: list[_Job] = []
         self._work = asyncio.Event()
         self._closed = False
+        self._rate = FIRST_RATE
         self._failures = 0
         self._pass: Sequence[_Job] = ()  # whose pages the device is using
         self._gone = asyncio.Event()
@@ -145,7 +152,9 @@ class Batcher:
         )
         choice = choose(distinct, items, self.policy)
         done: asyncio.Future[RequestScores] = asyncio.get_running_loop().create_future()
-        job = _Job(distinct, places, choice, deadline, self._clock(), done)
+        now = self._clock()
+        job = _Job(distinct, places, choice, deadline, now, now, done)
+        job.turn += job.tokens() / self._rate
         queued, limit = self.queued_tokens, self._limits.max_queue_tokens
         if queued and queued + job.tokens() > limit:  # an idle service takes whatever a request may ask
             raise QueueFull(f"{queued} tokens wait and this request has {job.tokens()}: the limit is {limit}")
@@ -179,9 +188,8 @@ class Batcher:
                 self._work.clear()
                 await self._work.wait()
             self._drop_expired()
-            jobs, groups = self._compose()
-            if jobs:
-                await self._one_pass(jobs, groups)
+            if self._queue:
+                await self._one_pass()
 
     def _drop_expired(self) -> None:
         now = self._clock()
@@ -194,10 +202,11 @@ class Batcher:
         if not job.done.done():
             job.done.set_exception(error)
 
-    def _compose(self) -> tuple[list[_Job], list[Group]]:
-        counts = take([job.waiting() for job in self._queue], self._limits.max_pass_tokens)
-        jobs = [job for job, count in zip(self._queue, counts, strict=True) if count]
-        return jobs, [self._group(job, count) for job, count in zip(self._queue, counts, strict=True) if count]
+    def _compose(self) -> list[tuple[_Job, Group]]:
+        """The next pass: whose turn comes first, as much as its budget holds."""
+        queue = sorted(self._queue, key=lambda job: job.turn)
+        counts = take([job.waiting() for job in queue], self._limits.max_pass_tokens)
+        return [(job, self._group(job, count)) for job, count in zip(queue, counts, strict=True) if count]
 
     def _group(self, job: _Job, count: int) -> Group:
         first = len(job.scored)
@@ -213,39 +222,43 @@ class Batcher:
             job.pages,
         )
 
-    async def _one_pass(self, jobs: list[_Job], groups: list[Group]) -> None:
-        self._pass = jobs
+    async def _one_pass(self) -> None:
         started = self._clock()
+        composed = self._compose()
+        jobs = self._pass = [job for job, _ in composed]
         try:
-            batch = pack(groups)
+            batch = pack([group for _, group in composed])
             packed = self._clock() - started
             reads = await self._execute(batch)
+            scored = unpack(batch, reads)
         except Exception as error:  # noqa: BLE001 - whatever it was, it fails this pass and no other
             self._pass = ()
             self._failed_pass(jobs, error)
             return
         self._pass = ()
         self._failures = 0
-        scored = unpack(batch, reads)
-        for number, (job, group) in enumerate(zip(jobs, groups, strict=True)):
+        self._learn_rate(batch.tokens, self._clock() - started)
+        for number, (job, group) in enumerate(composed):
             job.plan_seconds += packed + reads.plan_seconds
             job.forward_seconds += reads.forward_seconds
             self._advance(job, group, [scored[number, item] for item in group.items])
 
-    def _failed_pass(self, jobs: list[_Job], error: Exception) -> None:
+    def _learn_rate(self, tokens: int, seconds: float) -> None:
+        if seconds > 0:
+            self._rate += 0.2 * (tokens / seconds - self._rate)
+
+    def _failed_pass(self, jobs: Sequence[_Job], error: Exception) -> None:
         self._failures += 1
         for job in jobs:
             if job in self._queue:
-                self._fail(job, DeviceFailed(f"{type(error).__name__} in the forward pass"))
-            self._release(job)
-            if job.done.done() and not job.done.cancelled():
-                failure = job.done.exception()
-                assert failure is not None, "a failed job carries its error"
+                failure = DeviceFailed(f"{type(error).__name__} in the forward pass")
                 failure.__cause__ = error
+                self._fail(job, failure)
+            self._release(job)
         if self._failures >= FAILURES_IN_A_ROW:
             self._gone.set()
             for job in list(self._queue):
-                self._fail(job, DeviceFailed("the device is gone"))
+                self._fail(job, Closed("the device is gone"))
 
     def _advance(self, job: _Job, group: Group, scored: list[Scored]) -> None:
         waiting = job.waiting()
@@ -256,17 +269,15 @@ class Batcher:
         if job not in self._queue:  # cancelled while it ran
             self._release(job)
             return
-        self._queue.remove(job)
-        if job.remaining:
-            self._queue.append(job)  # behind the others: a large request does not hold up small ones
-        elif not job.done.done():
-            job.done.set_result(self._answer(job))
+        if not job.remaining:
+            self._queue.remove(job)
+            if not job.done.done():
+                job.done.set_result(self._answer(job))
 
     def _answer(self, job: _Job) -> RequestScores:
         elapsed = self._clock() - job.submitted
-        scored = tuple(job.scored[place] for place in job.places)
         return RequestScores(
-            scored=scored,
+            scored=tuple(job.scored[place] for place in job.places),
             reason=job.choice.reason,
             computed_tokens=job.computed,
             cached_prefix_tokens=0,
@@ -274,5 +285,4 @@ class Batcher:
             queue_seconds=max(0.0, elapsed - job.plan_seconds - job.forward_seconds),
             plan_seconds=job.plan_seconds,
             forward_seconds=job.forward_seconds,
-            strategies={s: sum(x.strategy is s for x in scored) for s in dict.fromkeys(x.strategy for x in scored)},
         )

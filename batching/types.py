@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,4 +143,3 @@ class RequestScores:
     queue_seconds: float
     plan_seconds: float
     forward_seconds: float
-    strategies: dict[Strategy, int] = field(default_factory=dict)

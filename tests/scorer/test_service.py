@@ -1,4 +1,4 @@
-"""The servicer behind a real gRPC server on loopback, over a runtime that is a fake."""
+"""The servicer behind a real gRPC server on loopback, over a fake runtime and, at the end, a tiny real one."""
 
 import asyncio
 import logging
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
+import torch
 from google.rpc import error_details_pb2, status_pb2
 
 from attention.plans import Strategy
@@ -21,11 +22,13 @@ from batching.types import Item, RequestScores, Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.client import CHANNEL_OPTIONS, AsyncScorerClient, ScorerError, build_request
-from scorer.config import Limits
+from scorer.config import Config, Limits
 from scorer.errors import InvalidRequest, Violation
 from scorer.metrics import Metrics
+from scorer.runtime import Runtime
 from scorer.service import ScorerService
 from scorer.tokenization import DocumentTokens, Label, Status, Tokenized
+from tests.tiny import tiny_model_dir
 
 PREFIX_TOKENS = 10
 YES_NO = (Label("yes", 1), Label("no", 2))
@@ -564,3 +567,94 @@ def test_the_log_has_one_line_a_call_and_no_text(caplog):
     assert "code=INVALID_ARGUMENT" in refusal
     assert "r" * 101 not in refusal
     assert "secret" not in answered + refusal
+
+
+# --- a real runtime, a tiny model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def really(model_dir, scenario):
+    """Runs `scenario(at, runtime)` on a server that scores for real."""
+
+    async def run():
+        runtime = Runtime.load(Config.read({"model": str(model_dir), "profile": "instruct"}, environ={}))
+        try:
+            async with served(runtime) as at:
+                return await scenario(at, runtime)
+        finally:
+            await runtime.batcher.drain()
+            runtime.close()
+
+    return asyncio.run(run())
+
+
+def test_bad_requests_are_named_by_field(model_dir):
+    requests = {
+        "documents": build_request("q", []),
+        "query": build_request("", ["a"]),
+        "documents[1].id": build_request("q", ["one", "two"], ids=["x", "x"]),
+    }
+
+    async def scenario(at, runtime):
+        for request in requests.values():
+            with pytest.raises(ScorerError) as caught:
+                await at.client.score_request(request)
+            caught_errors.append(caught.value)
+
+    caught_errors = []
+    really(model_dir, scenario)
+    assert {error.code for error in caught_errors} == {grpc.StatusCode.INVALID_ARGUMENT}
+    for field, error in zip(requests, caught_errors, strict=True):
+        assert error.violations[0].field.startswith(field.split("[")[0])
+    assert "x" in caught_errors[2].message
+
+
+def test_duplicate_texts_get_equal_bits_and_are_computed_once(model_dir):
+    async def scenario(at, runtime):
+        return await at.client.score("q", ["same text", "other", "same text"])
+
+    response = really(model_dir, scenario)
+    first, other, again = response.results
+    assert first.score == again.score != other.score
+    usage = response.usage
+    assert usage.computed_tokens == usage.prefix_tokens + first.tokens + other.tokens
+    assert usage.item_tokens == 2 * first.tokens + other.tokens
+    assert usage.computed_tokens + usage.saved_tokens == 3 * usage.prefix_tokens + usage.item_tokens
+
+
+def test_neighbours_blank_ones_too_change_no_score(model_dir):
+    async def scenario(at, runtime):
+        together = await at.client.score("q", ["", "a", "   ", "\n", "b c d e f"])
+        alone = await at.client.score("q", ["a"])
+        return together, alone
+
+    together, alone = really(model_dir, scenario)
+    assert [r.HasField("score") for r in together.results] == [False, True, False, False, True]
+    assert together.results[1].score == pytest.approx(alone.results[0].score, abs=1e-4)
+
+
+def test_one_nan_in_the_weights_costs_only_the_documents_that_reach_it(model_dir):
+    async def scenario(at, runtime):
+        sick_id = runtime.tokenization.tokenize(build_request("q", ["7"])).request.items[0].ids
+        healthy_id = runtime.tokenization.tokenize(build_request("q", ["b"])).request.items[0].ids
+        (sick,) = set(sick_id.tolist()) - set(healthy_id.tolist())
+        before = await at.client.score("q", ["a b", "x 7", "b c d"])
+        with torch.no_grad():
+            runtime.engine.model.hf.get_input_embeddings().weight[sick] = math.nan
+        after = await at.client.score("q", ["a b", "x 7", "b c d"])
+        return before, after, count(at.metrics, "non_finite_scores_total")
+
+    before, after, counted = really(model_dir, scenario)
+    assert [r.status for r in after.results] == [
+        pb.DOCUMENT_STATUS_OK,
+        pb.DOCUMENT_STATUS_NUMERIC_ERROR,
+        pb.DOCUMENT_STATUS_OK,
+    ]
+    assert not after.results[1].HasField("score")
+    for i in (0, 2):
+        assert after.results[i].score == pytest.approx(before.results[i].score, abs=1e-6)
+    assert counted == 1

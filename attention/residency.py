@@ -1,0 +1,56 @@
+"""Which K/V a pass finds in kept pages, and where each token's K/V is while the pass runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.layout import Ints, Layout, ranges
+from attention.plans import Pages, Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Residency:
+    """A backend that keeps nothing in scratch pages works on (cached tokens, then rows), in token order each.
+
+    place         [tokens]  place of each token in that order
+    cached_slots  [cached]  kept slots of the cached tokens
+    store_rows, store_slots  rows of the pass that are to outlive it, and their kept slots
+    copy_from, copy_to       cached K/V that a kept page repeats, by slots
+    """
+
+    place: Ints
+    cached_slots: Ints
+    store_rows: Ints
+    store_slots: Ints
+    copy_from: Ints
+    copy_to: Ints
+
+    @classmethod
+    def of(cls, layout: Layout, pages: Pages, plan: Plan) -> Residency:
+        cached = np.setdiff1d(np.arange(layout.tokens, dtype=np.int32), layout.row_tokens, assume_unique=True)
+        place = np.empty(layout.tokens, np.int32)
+        place[cached] = np.arange(len(cached))
+        place[layout.row_tokens] = len(cached) + np.arange(layout.rows)
+        copied = plan.copy_to < pages.first_scratch
+        stored = plan.append_slots < pages.first_scratch
+        return cls(
+            place=place,
+            cached_slots=_cached_slots(layout, pages),
+            store_rows=plan.append_rows[stored],
+            store_slots=plan.append_slots[stored],
+            copy_from=plan.copy_from[copied],
+            copy_to=plan.copy_to[copied],
+        )
+
+
+def _cached_slots(layout: Layout, pages: Pages) -> Ints:
+    slots = [np.zeros(0, np.int32)]
+    for segment in np.flatnonzero(layout.cached):
+        kept = pages.kept[segment]
+        assert kept is not None, f"segment {segment} has cached tokens but no kept pages"
+        offset = int(layout.start[segment]) % pages.page_size
+        whole = ranges(kept * np.int32(pages.page_size), np.full(len(kept), pages.page_size, np.int32))
+        slots.append(whole[offset : offset + int(layout.cached[segment])])
+    return np.concatenate(slots)
