@@ -21,13 +21,15 @@ NONE = np.zeros(0, np.int32)
 class Draft:
     """Hands out pages and rows to the strategies, and collects what has to be written where.
 
+    packed_rows  rows of a packed_multi_item request
     pages_of  pages of each inner segment that has some
     copies    (from, to) slots of cached K/V
     """
 
-    def __init__(self, layout: Layout, pages: Pages, window: int | None) -> None:
+    def __init__(self, layout: Layout, pages: Pages, window: int | None, packed_rows: int) -> None:
         self.layout = layout
         self.page_size = pages.page_size
+        self.packed_rows = packed_rows
         self.pages_of: dict[int, Ints] = {}
         self.copies: list[tuple[Ints, Ints]] = []
         self._window = window

@@ -323,6 +323,26 @@ class _RaggedWrapper(_Wrapper):
         self._made.run(q, k, v, out=out, lse=lse, return_lse=lse is not None)
 
 
+class SingleLaunch:
+    """Runs one launch at a time, for measuring: what it prepared last is what runs."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        self._shape = shape
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        self._staging = _Staging()
+        self._wrappers: dict[tuple[type[_Wrapper], Kernel], _Wrapper] = {}
+
+    def prepare(self, launch: Launch, plan: Plan, kernel: Kernel) -> Callable[..., None]:
+        """The launch, planned: call it with q, k, v, out and lse."""
+        kind = _PagedWrapper if isinstance(launch.kv, PagedKv) else _RaggedWrapper
+        if (kind, kernel) not in self._wrappers:
+            self._wrappers[kind, kernel] = kind(self._workspace, kernel)
+        self._staging.reuse()
+        self._wrappers[kind, kernel].plan(launch, plan, self._shape, self._staging)
+        self._staging.upload()
+        return self._wrappers[kind, kernel].run
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
     """One launch as its layers run it.
@@ -396,6 +416,11 @@ def _merge(target: tuple[Tensor, Tensor | None], values: Tensor, lse: Tensor | N
     assert lse is not None, "merged launches tell their log-sum-exp"
     assert into_lse is not None, "merged launches tell their log-sum-exp"
     part, part_lse = rows.take(into), rows.take(into_lse)
-    merge_state_in_place(part, part_lse, values, lse)
+    merge_states(part, part_lse, values, lse)
     if rows.index is not None:
         rows.put(into, part)
+
+
+def merge_states(into: Tensor, into_lse: Tensor, values: Tensor, lse: Tensor) -> None:
+    """Attention over both key sets, in place. into, values: [n, heads, head_dim]; the rest [n, heads] in fp32."""
+    merge_state_in_place(into, into_lse, values, lse)

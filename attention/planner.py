@@ -5,12 +5,13 @@ A strategy takes the geometry that it supports and refuses the rest with a Layou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from attention.cost import GROUP_ROWS, PACKED_ROWS, bins
 from attention.draft import NONE, Draft
 from attention.layout import Ints, Layout, LayoutError, indptr, ranges
 from attention.mask import visible
@@ -26,9 +27,6 @@ from attention.plans import (
     Strategy,
 )
 
-PACKED_ROWS = 128  # query rows of one request of packed_multi_item: one tile of the widest kernel
-GROUP_ROWS = (16, 64)  # direct_ragged_grouped: requests up to 16 rows, up to 64, and longer ones launch apart
-
 Made = tuple[list[Launch], list[tuple[int, int]]]  # launches, and merges among them
 
 
@@ -38,15 +36,17 @@ def plan(
     pages: Pages,
     window: int | None = None,
     soft_cap: float = 0.0,
+    packed_rows: int = PACKED_ROWS,
 ) -> Plan:
     """One plan for the whole pass; leaf i of `layout.leaves` is computed by strategies[i].
 
     Shared rows belong to the first launch that needs them, as their K/V is written before any launch runs.
-    window: transformers' `sliding_window`. Raises LayoutError where a strategy cannot compute its leaves.
+    window: transformers' `sliding_window`. packed_rows: rows of a packed_multi_item request.
+    Raises LayoutError where a strategy cannot compute its leaves.
     """
     if len(strategies) != len(layout.leaves):
         raise LayoutError(f"{len(layout.leaves)} leaves need as many strategies, got {len(strategies)}")
-    draft = Draft(layout, pages, window)
+    draft = Draft(layout, pages, window, packed_rows)
     launches: list[Launch] = []
     merges: list[tuple[int, int]] = []
     for strategy in dict.fromkeys(strategies):
@@ -66,7 +66,7 @@ def plan_visibility(layout: Layout, seen: NDArray[np.bool_], page_size: int) -> 
         raise LayoutError(f"the visibility of this layout is {layout.rows} x {layout.tokens}, got {seen.shape}")
     if not seen.any(axis=1).all():
         raise LayoutError("every row must see at least one token, itself if nothing else")
-    draft = Draft(layout, Pages.scratch(layout, page_size), None)
+    draft = Draft(layout, Pages.scratch(layout, page_size), None, PACKED_ROWS)
     return draft.finish([_dense(draft, layout.trees, seen)], [], 0.0)
 
 
@@ -277,7 +277,7 @@ def _multi_item(draft: Draft, leaves: Ints) -> Made:
 
 
 def _packed_multi_item(draft: Draft, leaves: Ints) -> Made:
-    """Many requests of at most PACKED_ROWS query rows, each some items under the multi-item mask, over shared pages.
+    """Many requests of at most packed_rows query rows, each some items under the multi-item mask, over shared pages.
 
     One tile holds the rows of several items and scans the prefix once for all of them; no long request unbalances the
     launch. The shared rows are requests without items.
@@ -286,19 +286,8 @@ def _packed_multi_item(draft: Draft, leaves: Ints) -> Made:
     groups: list[tuple[tuple[int, ...], Ints]] = []
     for path, own in _siblings(draft.layout, leaves):
         groups.append((path, own[:0]))
-        groups += [(path, own[a:b]) for a, b in _bins(draft.layout.length[own], PACKED_ROWS)]
+        groups += [(path, own[a:b]) for a, b in zip(*bins(draft.layout.length[own], draft.packed_rows), strict=True)]
     return [_multi_item_launch(draft, groups, inherit=False)], []
-
-
-def _bins(lengths: Ints, rows: int) -> Iterable[tuple[int, int]]:
-    """Consecutive items filled up to `rows`; a longer item is a bin of its own."""
-    begin = held = 0
-    for i, length in enumerate(lengths.tolist()):
-        if i > begin and held + length > rows:
-            yield begin, i
-            begin, held = i, 0
-        held += length
-    yield begin, len(lengths)
 
 
 def _multi_item_launch(draft: Draft, groups: Sequence[tuple[tuple[int, ...], Ints]], inherit: bool) -> Launch:

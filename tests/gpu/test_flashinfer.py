@@ -1,5 +1,7 @@
 """Every strategy on FlashInfer's kernels against float32, token by token. Run on a GPU: pytest -m gpu tests/gpu"""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from attention.flashinfer_backend import FlashInferAttention, Kernel  # noqa: E4
 from attention.kv_pages import KvPages  # noqa: E402
 from attention.layout import Layout, Segment, unshared  # noqa: E402
 from attention.planner import plan  # noqa: E402
-from attention.plans import MaskKind, Pages, Strategy  # noqa: E402
+from attention.plans import ITEM_LIMITED, MaskKind, Pages, Strategy  # noqa: E402
 from attention.strategy import HeadShape, MaskKey  # noqa: E402
 from attention.torch_backend import TorchAttention  # noqa: E402
 
@@ -52,19 +54,28 @@ def pages_for(layout, rng):
     return Pages(PAGE, 512, tuple(kept))
 
 
-def fill(held, layout, pages, rng, dtype):
+def fill(held, layout, pages, rng, dtype, poison):
     """Cached tokens in their kept pages, everything else poisoned."""
     heads = held["shape"][1]
-    k = torch.full((512 + SCRATCH, PAGE, heads, held["shape"][2]), torch.nan, dtype=dtype, device="cuda")
+    k = torch.full((512 + SCRATCH, PAGE, heads, held["shape"][2]), poison, dtype=dtype, device="cuda")
     v = k.clone()
     for s in np.flatnonzero(layout.cached):
         offset = int(layout.start[s]) % PAGE
         assert offset == 0 or layout.parent[s] < 0, "only roots are cached here"
         slots = (pages.kept[s][:, None] * PAGE + np.arange(PAGE)).ravel()[: layout.cached[s]]
-        for cache in (k, v):
+        for pages_of in (k, v):
             rows = torch.from_numpy(rng.standard_normal((len(slots), heads, held["shape"][2]))).to("cuda", dtype)
-            cache.view(-1, heads, held["shape"][2])[torch.from_numpy(slots).cuda()] = rows
+            pages_of.view(-1, heads, held["shape"][2])[torch.from_numpy(slots).cuda()] = rows
     return k, v
+
+
+@cache
+def attentions(made, kernel):
+    """One for each shape and kernel: workspaces and pinned memory take longer to make than a test."""
+    pool = KvPages(512 + SCRATCH, PAGE)
+    return pool, FlashInferAttention(
+        pool, made, lambda launch, *_: Kernel.FA2 if launch.mask is MaskKind.CUSTOM else kernel
+    )
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
@@ -82,20 +93,21 @@ def test_every_token_is_close_to_float32(strategy, dtype, kernel, shape, group):
     kv_heads, dim = 2, 128
     heads = kv_heads * group
     made = HeadShape(heads, kv_heads, dim, dim**-0.5, dtype)
-    pages = pages_for(layout, rng)
-    k_cache, v_cache = fill({"shape": (0, kv_heads, dim)}, layout, pages, rng, dtype)
+    pages = Pages(PAGE, 512, (None,) * layout.segments) if strategy is Strategy.NAIVE else pages_for(layout, rng)
+    # fa2's multi-item kernel prefetches past the last key. What it finds there is masked, but 0 x NaN is NaN: for it the
+    # poison is finite, and the engine keeps NaN out of scratch pages.
+    poison = 3e4 if kernel is Kernel.FA2 and strategy in ITEM_LIMITED else torch.nan
+    k_cache, v_cache = fill({"shape": (0, kv_heads, dim)}, layout, pages, rng, dtype, poison)
     q, k, v = (
         torch.from_numpy(rng.standard_normal((layout.rows, n, dim))).to("cuda", dtype)
         for n in (heads, kv_heads, kv_heads)
     )
-    pool, oracle_pool = KvPages(512 + SCRATCH, PAGE), KvPages(512 + SCRATCH, PAGE)
+    pool, attention = attentions(made, kernel)
+    oracle_pool = KvPages(512 + SCRATCH, PAGE)
     pool._layers[0] = (k_cache, v_cache)
     oracle_pool._layers[0] = (k_cache.float(), v_cache.float())
     strategies = [strategy] * len(layout.leaves)
     planned = plan(layout, strategies, pages)
-    attention = FlashInferAttention(
-        pool, made, lambda launch, *_: Kernel.FA2 if launch.mask is MaskKind.CUSTOM else kernel
-    )
     got = attention.begin(layout, pages, {KEY: planned})(0, q, k, v, made.scale, KEY)
     reference = plan(layout, [Strategy.DIRECT_RAGGED] * len(layout.leaves), pages)
     want = TorchAttention(oracle_pool).begin(layout, pages, {KEY: reference})(

@@ -1,0 +1,194 @@
+"""Measures launches on the GPU at hand and fits their times: `prefixrank calibrate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attention.copy_rows import copy_rows
+from attention.cost import LaunchShape, shape_of
+from attention.flashinfer_backend import Kernel, SingleLaunch, merge_states
+from attention.kv_pages import KvPages
+from attention.layout import Layout, Segment
+from attention.planner import plan
+from attention.plans import Launch, Pages, Plan, RaggedKv, Strategy
+from attention.strategy import HeadShape
+from attention.timing import Fit, Machine, Reals, TimeModel, features, kind_of
+
+PAGE_SIZE = 16
+KEPT_PAGES = 1024
+MAX_TOKENS = 65_536
+CALIBRATED = (
+    Strategy.DIRECT_RAGGED,
+    Strategy.SPLIT_CACHE,
+    Strategy.DIRECT_RAGGED_GROUPED,
+    Strategy.CASCADE,
+    Strategy.CASCADE_CONTIGUOUS,
+    Strategy.MULTI_ITEM,
+    Strategy.PACKED_MULTI_ITEM,
+)
+PACKINGS = (64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One prefix and its items, in tokens."""
+
+    prefix: int
+    items: tuple[int, ...]
+    cached: bool
+
+    def layout(self) -> tuple[Layout, Pages]:
+        """The prefix in scattered kept pages, cached or not."""
+        have = self.prefix if self.cached else 0
+        layout = Layout.of([Segment(-1, self.prefix, have), *[Segment(0, n) for n in self.items]])
+        scattered = np.random.default_rng(0).permutation(KEPT_PAGES).astype(np.int32)
+        kept = scattered[: -(-self.prefix // PAGE_SIZE)]
+        return layout, Pages(PAGE_SIZE, KEPT_PAGES, (kept, *[None] * len(self.items)))
+
+
+def random_points(seed: int) -> Iterator[Point]:
+    """Log-random prefixes of 64-8,192 tokens and 1-512 items of 4-512, of one length or mixed, up to 64k tokens."""
+    rng = np.random.default_rng(seed)
+    while True:
+        prefix = int(np.exp(rng.uniform(np.log(64), np.log(8192))))
+        length = int(np.exp(rng.uniform(np.log(4), np.log(512))))
+        count = max(1, int(np.exp(rng.uniform(0, np.log(512)))))
+        mixed = rng.random() < 2 / 3
+        spread = np.exp(rng.normal(0.0, 0.5, count)) if mixed else np.ones(count)
+        items = np.clip(length * spread, 1, 2048).astype(int)
+        cached = bool(rng.integers(2))
+        if prefix + int(items.sum()) <= MAX_TOKENS - 512:
+            yield Point(prefix, tuple(items.tolist()), cached)
+
+
+class Bench:
+    """Random tensors and pages on the GPU, and GPU-only times of what runs on them."""
+
+    def __init__(self, heads: HeadShape) -> None:
+        self.heads = heads
+        self.kv_pages = KvPages(KEPT_PAGES + MAX_TOKENS // PAGE_SIZE * 4, PAGE_SIZE)
+        make = {"device": "cuda", "dtype": heads.dtype}
+        self.q = torch.randn(MAX_TOKENS, heads.heads, heads.head_dim, **make)
+        self.k, self.v = (torch.randn(MAX_TOKENS, heads.kv_heads, heads.head_dim, **make) for _ in range(2))
+        self.out = torch.empty_like(self.q)
+        self.lse = torch.empty(MAX_TOKENS, heads.heads, device="cuda")
+        self._single = SingleLaunch(heads)
+        self.held = self.kv_pages.layer(0, self.k[:1], self.v[:1])
+        for held in self.held:
+            held.normal_()
+
+    def milliseconds(self, call: Callable[[], object], replays: int = 5) -> float:
+        """Median time of one call, several captured in one CUDA graph: no host time in it."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+            first = _elapsed(call)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        repeats = int(np.clip(0.5 / max(first, 0.02), 1, 10))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                call()
+        graph.replay()
+        return float(np.median([_elapsed(graph.replay) for _ in range(replays)])) / repeats
+
+    def launch(self, launch: Launch, planned: Plan, kernel: Kernel) -> float:
+        """Milliseconds of one launch with one kernel."""
+        run = self._single.prepare(launch, planned, kernel)
+        rows = int(launch.qo_indptr[-1])
+        k, v = self.held
+        if isinstance(launch.kv, RaggedKv):
+            keys = int(launch.kv.kv_indptr[-1])
+            k, v = self.k[:keys], self.v[:keys]
+        q, out, lse = self.q[:rows], self.out[:rows], self.lse[:rows]
+        return self.milliseconds(lambda: run(q, k, v, out, lse))
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def calibrate(
+    heads: HeadShape, seconds: float = 50.0, seed: int = 1, tell: Callable[[float], None] | None = None
+) -> TimeModel:
+    """Measures for so many seconds and fits. tell: called with the share done. heads: the model's, on this GPU."""
+    bench = Bench(heads)
+    machine = _machine()
+    samples: dict[str, list[tuple[Reals, float]]] = {}
+    started = time.monotonic()
+    for point in random_points(seed):
+        share = (time.monotonic() - started) / seconds
+        if tell is not None:
+            tell(min(share, 1.0))
+        if share >= 1.0:
+            break
+        for shape, launch, planned in distinct_launches(point):
+            for kernel in Kernel:
+                row = features(shape, kernel.value, heads, machine.processors)
+                measured = (row, bench.launch(launch, planned, kernel))
+                samples.setdefault(f"{kernel.value}/{kind_of(shape)}", []).append(measured)
+    fits = {
+        name: Fit.of(np.stack([x for x, _ in rows]), np.array([ms for _, ms in rows])) for name, rows in samples.items()
+    }
+    return TimeModel(machine, heads, fits, _copy_law(bench), _merge_law(bench))
+
+
+def distinct_launches(point: Point) -> Iterator[tuple[LaunchShape, Launch, Plan]]:
+    """Every launch that some strategy makes of a point, each once."""
+    layout, pages = point.layout()
+    seen: set[tuple[str, bytes, bytes]] = set()
+    for strategy in CALIBRATED:
+        for rows in PACKINGS if strategy is Strategy.PACKED_MULTI_ITEM else PACKINGS[-1:]:
+            planned = plan(layout, [strategy] * len(layout.leaves), pages, packed_rows=rows)
+            for launch in planned.launches:
+                shape = shape_of(launch, PAGE_SIZE)
+                key = (kind_of(shape), shape.q_lens.tobytes(), shape.kv_lens.tobytes())
+                if key not in seen:
+                    seen.add(key)
+                    yield shape, launch, planned
+
+
+def _machine() -> Machine:
+    properties = torch.cuda.get_device_properties(0)
+    return Machine(properties.name, properties.multi_processor_count)
+
+
+def _copy_law(bench: Bench) -> tuple[float, float]:
+    """Fixed and per-row milliseconds of writing K/V rows to pages."""
+
+    def copy(rows: int) -> float:
+        index = torch.arange(rows, dtype=torch.int32, device="cuda")
+        return bench.milliseconds(lambda: copy_rows(bench.k, bench.v, *bench.held, index, index))
+
+    return _line(copy, (256, 2048, 16_384, 61_440))
+
+
+def _merge_law(bench: Bench) -> tuple[float, float]:
+    """Fixed and per-row milliseconds of merging two partial results."""
+    other = torch.randn_like(bench.q)
+    lse = torch.randn_like(bench.lse)
+
+    def merge(rows: int) -> float:
+        return bench.milliseconds(lambda: merge_states(bench.out[:rows], bench.lse[:rows], other[:rows], lse[:rows]))
+
+    return _line(merge, (256, 2048, 16_384, 61_440))
+
+
+def _line(measure: Callable[[int], float], sizes: tuple[int, ...]) -> tuple[float, float]:
+    """Fixed and per-unit part, relative errors weighing alike."""
+    times = np.array([measure(size) for size in sizes])
+    terms = np.stack([np.ones(len(sizes)), np.array(sizes, float)], axis=1) / times[:, None]
+    fixed, each = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)[0]
+    return max(0.0, float(fixed)), max(0.0, float(each))

@@ -1,0 +1,172 @@
+"""How long a launch takes on one machine: a fit over measured launches, by the lengths alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attention.cost import PACKED_ROWS, LaunchShape, scans, shapes
+from attention.layout import Ints
+from attention.plans import Strategy
+from attention.strategy import HeadShape
+
+Reals = NDArray[np.float64]
+FIELDS = ("mean", "scale", "coefficients")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the kernels' tiles meet: streaming multiprocessors."""
+
+    name: str
+    processors: int = 132
+
+
+def fa2_tile(shape: LaunchShape, group: int) -> int:
+    """Packed rows of fa2's tile: one size for a whole launch, from the average length."""
+    average = float(shape.q_lens.mean()) * group
+    return 16 if average <= 16 else 64 if average <= 64 else 128
+
+
+def features(shape: LaunchShape, kernel: str, heads: HeadShape, processors: int) -> Reals:
+    """[F] what a launch's time is fitted on: logarithms of its counts under the kernel's own tiling."""
+    group = heads.heads // heads.kv_heads
+    if kernel == "fa2":
+        packed = fa2_tile(shape, group)
+        tile, columns = max(1, packed // group), heads.kv_heads
+    else:
+        packed, tile, columns = 128, 128, heads.heads
+    tiles, scanned, _ = scans(shape, tile)
+    ctas, work = tiles * columns, scanned * columns * packed
+    longest = float(shape.kv_lens.max())
+    waves = ctas / processors
+    return np.array(
+        [
+            np.log(len(shape.q_lens)),
+            np.log(shape.rows),
+            np.log(float(shape.kv_lens.sum())),
+            np.log(ctas),
+            np.log(work),
+            np.log(longest),
+            np.log(max(work / processors, longest * packed)),
+            np.log(float(shape.q_lens.max()) / float(shape.q_lens.mean())),
+            waves / np.ceil(waves),
+            float(packed == 64),
+            float(packed == 128),
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """log milliseconds as a quadratic in standardised features."""
+
+    mean: Reals
+    scale: Reals
+    coefficients: Reals
+
+    @classmethod
+    def of(cls, x: Reals, milliseconds: Reals, ridge: float = 1.0) -> Fit:
+        """Least squares with a little shrinkage. x: [n, F]; milliseconds: [n]."""
+        mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-6)
+        terms = _quadratic((x - mean) / scale)
+        penalty = ridge * np.eye(terms.shape[1])
+        penalty[0, 0] = 0.0
+        solved: Reals = np.linalg.solve(terms.T @ terms + penalty, terms.T @ np.log(milliseconds)).astype(np.float64)
+        return cls(mean, scale, solved)
+
+    def as_lists(self) -> dict[str, list[float]]:
+        """For JSON, to six digits."""
+        return {name: [float(f"{value:.6g}") for value in getattr(self, name)] for name in FIELDS}
+
+    def milliseconds(self, x: Reals) -> Reals:
+        """[n] for features [n, F], held within what was measured: a quadratic says nothing outside."""
+        inside = np.clip((x - self.mean) / self.scale, -3.0, 3.0)
+        predicted: Reals = np.exp(_quadratic(inside) @ self.coefficients)
+        return predicted
+
+
+def _quadratic(x: Reals) -> Reals:
+    i, j = np.triu_indices(x.shape[1])
+    return np.concatenate([np.ones((len(x), 1)), x, x[:, i] * x[:, j]], axis=1)
+
+
+def kind_of(shape: LaunchShape) -> str:
+    """Launches of one kind share a fit."""
+    return f"{shape.mask.value}/{'paged' if shape.paged else 'ragged'}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimeModel:
+    """Milliseconds of launches on one machine.
+
+    fits           by "kernel/kind"
+    copy_ms        fixed and per token, of writing K/V rows to pages
+    merge_ms       fixed and per row, of merging two partial results
+    """
+
+    machine: Machine
+    heads: HeadShape
+    fits: dict[str, Fit]
+    copy_ms: tuple[float, float] = (0.0, 0.0)
+    merge_ms: tuple[float, float] = (0.0, 0.0)
+    kernels: tuple[str, ...] = field(default=("fa2", "fa3"))
+
+    def launch(self, shape: LaunchShape) -> tuple[str, float]:
+        """The faster kernel for a launch, and its milliseconds."""
+        kernels = [k for k in self.kernels if f"{k}/{kind_of(shape)}" in self.fits]
+        assert kernels, f"nothing was measured for {kind_of(shape)} launches"
+        times = [self._time(kernel, shape) for kernel in kernels]
+        best = int(np.argmin(times))
+        return kernels[best], times[best]
+
+    def _time(self, kernel: str, shape: LaunchShape) -> float:
+        x = features(shape, kernel, self.heads, self.machine.processors)
+        return float(self.fits[f"{kernel}/{kind_of(shape)}"].milliseconds(x[None])[0])
+
+    def strategy(
+        self, strategy: Strategy, prefix: int, cached: int, lengths: Ints, packed_rows: int = PACKED_ROWS
+    ) -> float:
+        """Milliseconds of one layer's attention, its copies and merges included."""
+        made = shapes(strategy, prefix, cached, lengths, packed_rows)
+        total = sum(self.launch(shape)[1] for shape in made)
+        rows = prefix - cached + int(np.sum(lengths))
+        if strategy in (Strategy.CASCADE, Strategy.CASCADE_CONTIGUOUS) and prefix:
+            total += self.merge_ms[0] + self.merge_ms[1] * float(np.sum(lengths))
+        if strategy is not Strategy.CASCADE_CONTIGUOUS:
+            total += self.copy_ms[0] + self.copy_ms[1] * rows
+        elif cached:
+            total += self.copy_ms[0] + self.copy_ms[1] * prefix
+        return total
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        fits = {
+            name: {k: [round(float(v), 6) for v in getattr(fit, k)] for k in Fit.__slots__}
+            for name, fit in self.fits.items()
+        }
+        heads = {name: getattr(self.heads, name) for name in ("heads", "kv_heads", "head_dim")}
+        machine = {"name": self.machine.name, "processors": self.machine.processors}
+        document = {
+            "machine": machine,
+            "heads": heads,
+            "copy_ms": self.copy_ms,
+            "merge_ms": self.merge_ms,
+            "fits": fits,
+        }
+        path.write_text(json.dumps(document, indent=None, separators=(",", ":")) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, text: str) -> TimeModel:
+        """What `write` wrote. Raises ValueError where it is something else."""
+        try:
+            given = json.loads(text)
+            fits = {name: Fit(*(np.array(fit[k]) for k in FIELDS)) for name, fit in given["fits"].items()}
+            heads = HeadShape(**given["heads"], scale=given["heads"]["head_dim"] ** -0.5, dtype=None)
+            return cls(Machine(**given["machine"]), heads, fits, tuple(given["copy_ms"]), tuple(given["merge_ms"]))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a calibration: {error!r}") from None
