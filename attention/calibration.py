@@ -17,21 +17,11 @@ from attention.layout import Layout, Segment
 from attention.planner import plan
 from attention.plans import Launch, Pages, Plan, RaggedKv, Strategy
 from attention.strategy import HeadShape
-from attention.timing import Fit, Machine, Reals, TimeModel, features, kind_of
+from attention.timing import CANDIDATES, PACKINGS, Fit, Machine, Reals, TimeModel, features, kind_of
 
 PAGE_SIZE = 16
 KEPT_PAGES = 1024
 MAX_TOKENS = 65_536
-CALIBRATED = (
-    Strategy.DIRECT_RAGGED,
-    Strategy.SPLIT_CACHE,
-    Strategy.DIRECT_RAGGED_GROUPED,
-    Strategy.CASCADE,
-    Strategy.CASCADE_CONTIGUOUS,
-    Strategy.MULTI_ITEM,
-    Strategy.PACKED_MULTI_ITEM,
-)
-PACKINGS = (64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +139,7 @@ def distinct_launches(point: Point) -> Iterator[tuple[LaunchShape, Launch, Plan]
     """Every launch that some strategy makes of a point, each once."""
     layout, pages = point.layout()
     seen: set[tuple[str, bytes, bytes]] = set()
-    for strategy in CALIBRATED:
+    for strategy in CANDIDATES:
         for rows in PACKINGS if strategy is Strategy.PACKED_MULTI_ITEM else PACKINGS[-1:]:
             planned = plan(layout, [strategy] * len(layout.leaves), pages, packed_rows=rows)
             for launch in planned.launches:

@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.copy_rows import copy_rows
+from attention.cost import shape_of
 from attention.kv_pages import KvPages
 from attention.layout import Ints, Layout, indptr
 from attention.plans import Launch, MaskKind, PagedKv, Pages, Plan, RaggedKv
 from attention.residency import Residency
 from attention.strategy import Attend, Attention, HeadShape, MaskKey
+from attention.timing import TimeModel, built_in
 
 WORKSPACE_BYTES = 256 << 20  # split-KV partial results; shared by all wrappers, which run one after the other
 STAGING_BYTES = 32 << 20  # index arrays of one pass
@@ -39,27 +41,39 @@ class Kernel(StrEnum):
     FA3 = "fa3"
 
 
-ChooseKernel = Callable[[Launch, int, HeadShape], Kernel]  # (launch, page size, heads) -> kernel
+ChooseKernel = Callable[[Launch, int], Kernel]  # (launch, page size) -> kernel
 
 
-def by_length(launch: Launch, page_size: int, shape: HeadShape) -> Kernel:
-    """fa3 where a request's rows fill its 128-row tiles, fa2 where they are few."""
-    if launch.mask is MaskKind.CUSTOM:
-        return Kernel.FA2
-    mean = len(launch.q_rows) / launch.requests
-    return Kernel.FA3 if mean >= 96 else Kernel.FA2
+def by_time(model: TimeModel | None) -> ChooseKernel:
+    """The kernel that was measured to be faster, launch by launch; custom masks are fa2's alone."""
+    measured = built_in() if model is None else model
+
+    def choose(launch: Launch, page_size: int) -> Kernel:
+        if launch.mask is MaskKind.CUSTOM:
+            return Kernel.FA2
+        return Kernel(measured.launch(shape_of(launch, page_size))[0])
+
+    return choose
 
 
 class FlashInferAttention(Attention):
     """Exact attention on an NVIDIA GPU. Raises ValueError where a model's shape or type has no kernel."""
 
     name = "flashinfer"
+    isolates_nan = False  # masked keys are multiplied by zero, and the multi-item kernel reads past a request's end
 
-    def __init__(self, kv_pages: KvPages, shape: HeadShape, choose: ChooseKernel = by_length) -> None:
+    def __init__(
+        self,
+        kv_pages: KvPages,
+        shape: HeadShape,
+        time_model: TimeModel | None = None,
+        choose: ChooseKernel | None = None,
+    ) -> None:
+        """time_model: chooses the kernels, None: the built-in one. choose: instead of it."""
         _refuse(shape)
         self._kv_pages = kv_pages
         self._shape = shape
-        self._choose = choose
+        self._choose = by_time(time_model) if choose is None else choose
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         self._staging = [_Staging(), _Staging()]
         self._wrappers: dict[tuple[type[_Wrapper], Kernel, int], _Wrapper] = {}
@@ -78,6 +92,9 @@ class FlashInferAttention(Attention):
             return prepared[key].run(kv_pages, layer, q.contiguous(), k.contiguous(), v.contiguous())
 
         return attend
+
+    def scrub(self, first_page: int) -> None:
+        self._kv_pages.zero(first_page)
 
     def _prepare(
         self,
@@ -116,7 +133,7 @@ class FlashInferAttention(Attention):
     def _planned(
         self, launch: Launch, plan: Plan, staging: _Staging, used: dict[tuple[type[_Wrapper], Kernel], int]
     ) -> _Wrapper:
-        kernel = self._choose(launch, plan.page_size, self._shape)
+        kernel = self._choose(launch, plan.page_size)
         if launch.mask is MaskKind.CUSTOM and kernel is not Kernel.FA2:
             raise ValueError("only fa2 has custom masks")
         kind = _PagedWrapper if isinstance(launch.kv, PagedKv) else _RaggedWrapper

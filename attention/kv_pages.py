@@ -24,6 +24,12 @@ class KvPages:
             self._layers[layer] = (k.new_empty((*pages, *k.shape[1:])), v.new_empty((*pages, *v.shape[1:])))
         return self._layers[layer]
 
+    def zero(self, first_page: int) -> None:
+        """Clears every page from `first_page` on."""
+        for held in self._layers.values():
+            for cache in held:
+                cache[first_page:] = 0
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k, v: [len(slots), kv_heads, head_dim]"""
         held_k, held_v = self.layer(layer, k, v)

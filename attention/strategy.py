@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attention.kv_pages import KvPages
+    from attention.timing import TimeModel
 
 
 class MaskKey(NamedTuple):
@@ -37,19 +38,30 @@ Attend = Callable[[int, "Tensor", "Tensor", "Tensor", float, MaskKey], "Tensor"]
 
 
 class Attention(ABC):
-    """Runs any plan of a pass. One object lives as long as its engine."""
+    """Runs any plan of a pass. One object lives as long as its engine.
+
+    isolates_nan  NaN in the keys or values that a row does not see leaves the row as it is
+    """
 
     name: str
+    isolates_nan: bool
 
     @abstractmethod
     def begin(self, layout: Layout, pages: Pages, plans: Mapping[MaskKey, Plan]) -> Attend:
         """Prepares one pass, once for all of its layers; the answer is called layer after layer."""
 
+    @abstractmethod
+    def scrub(self, first_page: int) -> None:
+        """Removes what a pass may have left in pages from `first_page` on, after it met NaN."""
 
-def make(backend: str, kv_pages: KvPages, shape: HeadShape | None = None) -> Attention:
+
+def make(
+    backend: str, kv_pages: KvPages, shape: HeadShape | None = None, time_model: TimeModel | None = None
+) -> Attention:
     """The attention called `backend`. Heavy imports happen here, for the one that is asked for.
 
-    shape: what all layers have in common; None if they differ. Raises ValueError saying what to use instead.
+    shape: what all layers have in common; None if they differ. time_model: chooses the kernel of each launch.
+    Raises ValueError saying what to use instead.
     """
     if backend == "torch":
         from attention.torch_backend import TorchAttention
@@ -63,5 +75,5 @@ def make(backend: str, kv_pages: KvPages, shape: HeadShape | None = None) -> Att
         except ImportError as error:
             raise ValueError(f"FlashInfer is not installed ({error}): pip install 'prefixrank[gpu]'") from error
 
-        return FlashInferAttention(kv_pages, shape)
+        return FlashInferAttention(kv_pages, shape, time_model)
     raise ValueError(f"unknown attention backend {backend!r}: use 'torch' or 'flashinfer'")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +18,26 @@ from attention.plans import Strategy
 from attention.strategy import HeadShape
 
 Reals = NDArray[np.float64]
+# What AUTO chooses among. naive and the dense masks are never fastest where they differ.
+CANDIDATES = (
+    Strategy.DIRECT_RAGGED,
+    Strategy.SPLIT_CACHE,
+    Strategy.DIRECT_RAGGED_GROUPED,
+    Strategy.CASCADE,
+    Strategy.CASCADE_CONTIGUOUS,
+    Strategy.MULTI_ITEM,
+    Strategy.PACKED_MULTI_ITEM,
+)
+PACKINGS = (64, 128)  # rows of a packed_multi_item request: one tile of fa2 at two query heads a group, one of fa3
 FIELDS = ("mean", "scale", "coefficients")
+
+
+class Ranked(NamedTuple):
+    """A strategy and what it is predicted to take."""
+
+    milliseconds: float
+    strategy: Strategy
+    packed_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +165,17 @@ class TimeModel:
             total += self.copy_ms[0] + self.copy_ms[1] * prefix
         return total
 
+    def ranked(self, prefix: int, cached: int, lengths: Ints, among: Sequence[Strategy] = CANDIDATES) -> list[Ranked]:
+        """The strategies of one prefix and its items, fastest first, packed_multi_item at its better packing."""
+        ranked = [
+            min(
+                Ranked(self.strategy(strategy, prefix, cached, lengths, rows), strategy, rows)
+                for rows in (PACKINGS if strategy is Strategy.PACKED_MULTI_ITEM else PACKINGS[-1:])
+            )
+            for strategy in among
+        ]
+        return sorted(ranked)
+
     def write(self, path: Path) -> None:
         """As JSON."""
         fits = {
@@ -170,3 +203,9 @@ class TimeModel:
             return cls(Machine(**given["machine"]), heads, fits, tuple(given["copy_ms"]), tuple(given["merge_ms"]))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a calibration: {error!r}") from None
+
+
+def built_in() -> TimeModel:
+    """The calibration of one H200 that comes with the package; an H100 has the same processors and tiles."""
+    text = resources.files("attention").joinpath("calibrations", "h200.json").read_text(encoding="utf-8")
+    return TimeModel.read(text)

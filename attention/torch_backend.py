@@ -63,6 +63,7 @@ class TorchAttention(Attention):
     """Exact attention over a plan's pages with torch operators only."""
 
     name = "torch"
+    isolates_nan = True
 
     def __init__(self, kv_pages: KvPages) -> None:
         self._kv_pages = kv_pages
@@ -77,6 +78,9 @@ class TorchAttention(Attention):
             return schedules[key].run(q, k, v, all_k, all_v, scale, key.soft_cap)
 
         return attend
+
+    def scrub(self, first_page: int) -> None:
+        """Nothing to do: no pass reads a page that it did not write or that is not kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,9 +41,10 @@ class DeviceFailed(BatchingError):
 
 @dataclass(frozen=True, slots=True)
 class BatcherLimits:
-    """max_pass_tokens: computed by one pass; max_queue_tokens: waiting, beyond which submit refuses."""
+    """max_pass_tokens, max_pass_items: computed by one pass; max_queue_tokens: waiting, beyond which submit refuses."""
 
     max_pass_tokens: int
+    max_pass_items: int
     max_queue_tokens: int
     page_size: int
 
@@ -205,7 +206,7 @@ class Batcher:
     def _compose(self) -> list[tuple[_Job, Group]]:
         """The next pass: whose turn comes first, as much as its budget holds."""
         queue = sorted(self._queue, key=lambda job: job.turn)
-        counts = take([job.waiting() for job in queue], self._limits.max_pass_tokens)
+        counts = take([job.waiting() for job in queue], self._limits.max_pass_tokens, self._limits.max_pass_items)
         return [(job, self._group(job, count)) for job, count in zip(queue, counts, strict=True) if count]
 
     def _group(self, job: _Job, count: int) -> Group:
@@ -220,6 +221,7 @@ class Batcher:
             job.choice.strategies[first:last],
             prefix if job.cached else 0,
             job.pages,
+            job.choice.packed_rows,
         )
 
     async def _one_pass(self) -> None:

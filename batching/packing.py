@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.layout import Ints, Layout, indptr
+from attention.cost import PACKED_ROWS
+from attention.layout import Ints, Layout, indptr, ranges
 from attention.plans import Strategy
 from batching.types import Item, PackedBatch, Reads, Scored, Share, TokenizedRequest
 
@@ -22,6 +23,7 @@ class Group:
     strategies  one an item
     cached      leading prefix tokens whose K/V is in `pages`
     pages       ids of the pages that keep the prefix's K/V beyond the pass, or None
+    packed_rows rows of a packed_multi_item request
     """
 
     request: TokenizedRequest
@@ -29,6 +31,7 @@ class Group:
     strategies: tuple[Strategy, ...]
     cached: int = 0
     pages: Ints | None = None
+    packed_rows: int = PACKED_ROWS
 
     def __post_init__(self) -> None:
         assert self.items, "a group has at least one item"
@@ -63,7 +66,8 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
             if naive:
                 parent = rows.prefix(prefix, 0, None)
             rows.item(number, item, group.request.items[item], parent, strategy, group.request.normalize)
-    return rows.batch()
+    packings = [group.packed_rows for group in groups if Strategy.PACKED_MULTI_ITEM in group.strategies]
+    return rows.batch(packings[0] if packings else PACKED_ROWS)
 
 
 class _Rows:
@@ -106,7 +110,7 @@ class _Rows:
         self._pages.append(pages)
         self._ids.append(ids[cached:])
 
-    def batch(self) -> PackedBatch:
+    def batch(self, packed_rows: int) -> PackedBatch:
         layout = Layout(
             parent=np.array(self._parent, np.int32),
             length=np.array(self._length, np.int32),
@@ -125,7 +129,37 @@ class _Rows:
             normalize=np.array(self._normalize, np.bool_),
             shares=tuple(self._shares),
             pages=tuple(self._pages),
+            packed_rows=packed_rows,
         )
+
+
+def alone(batch: PackedBatch, number: int) -> PackedBatch:
+    """One item of a pass as a pass of its own over the same kept pages: shares[number], under direct_ragged."""
+    layout, share = batch.layout, batch.shares[number]
+    path = np.array(layout.path(int(layout.leaves[number])), np.int32)
+    rows = ranges(layout.row_start[path], np.diff(layout.row_start)[path])
+    first, last = batch.read_indptr[share.first], batch.read_indptr[share.last]
+    reads = layout.read_offsets[layout.read_indptr[path[-1]] : layout.read_indptr[path[-1] + 1]]
+    one = Layout(
+        parent=np.arange(-1, len(path) - 1, dtype=np.int32),
+        length=layout.length[path],
+        cached=layout.cached[path],
+        read_indptr=indptr([0] * (len(path) - 1) + [len(reads)]),
+        read_offsets=reads,
+    )
+    return PackedBatch(
+        layout=one,
+        leaf_strategies=(Strategy.DIRECT_RAGGED,),
+        input_ids=batch.input_ids[rows],
+        position_ids=one.position_ids,
+        read_rows=one.read_rows,
+        read_indptr=batch.read_indptr[share.first : share.last + 1] - first,
+        read_ids=batch.read_ids[first:last],
+        normalize=batch.normalize[share.first : share.last],
+        shares=(Share(share.request, share.item, 0, share.last - share.first, Strategy.DIRECT_RAGGED),),
+        pages=tuple(batch.pages[segment] for segment in path),
+        packed_rows=batch.packed_rows,
+    )
 
 
 def unpack(batch: PackedBatch, reads: Reads) -> dict[tuple[int, int], Scored]:

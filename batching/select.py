@@ -6,7 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from attention.cost import PACKED_ROWS
 from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, Strategy
+from attention.timing import CANDIDATES, TimeModel
 from batching.types import Item, TokenizedRequest
 
 
@@ -15,8 +19,8 @@ class StrategyError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """The choice under AUTO.
+class Threshold:
+    """The choice under AUTO by document length alone.
 
     multi_item_max_tokens  items up to this length run as multi_item, longer ones as direct_ragged
     window                 the shortest sliding window of the model's layers, None: every layer sees all
@@ -27,11 +31,27 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """The choice under AUTO by what this machine was measured to take.
+
+    model   milliseconds of a layer's attention, by the lengths
+    window  the shortest sliding window of the model's layers, None: every layer sees all
+    """
+
+    model: TimeModel
+    window: int | None = None
+
+
+Policy = Threshold | Measured
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
-    """One strategy an item, and the reason in words."""
+    """One strategy an item, the reason in words, and the rows of a packed_multi_item request."""
 
     strategies: tuple[Strategy, ...]
     reason: str
+    packed_rows: int = PACKED_ROWS
 
 
 def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy) -> Choice:
@@ -40,18 +60,41 @@ def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy) -> 
     if request.strategy is not None:
         refuse(request.strategy, prefix, max(len(item.ids) for item in items), window)
         return Choice((request.strategy,) * len(items), f"asked for: {request.strategy}")
+    if isinstance(policy, Measured):
+        return _by_time(prefix, items, policy)
     chosen, why = zip(*(_by_length(prefix, item, policy) for item in items), strict=True)
     counts = Counter(zip(chosen, why, strict=True))
     return Choice(tuple(chosen), "; ".join(f"{n} of {len(items)} {told}: {s}" for (s, told), n in counts.items()))
 
 
-def _by_length(prefix: int, item: Item, policy: Policy) -> tuple[Strategy, str]:
+def _by_length(prefix: int, item: Item, policy: Threshold) -> tuple[Strategy, str]:
     limit = min(policy.multi_item_max_tokens, MAX_ITEM_TOKENS)
     if len(item.ids) > limit:
         return Strategy.DIRECT_RAGGED, f"longer than {limit} tokens"
     if policy.window is not None and prefix + len(item.ids) > policy.window:
         return Strategy.DIRECT_RAGGED, f"past the model's sliding window of {policy.window} tokens"
     return Strategy.MULTI_ITEM, f"of at most {limit} tokens"
+
+
+def _by_time(prefix: int, items: Sequence[Item], policy: Measured) -> Choice:
+    lengths = np.array([len(item.ids) for item in items], np.int32)
+    ranked = policy.model.ranked(prefix, 0, lengths, _possible(prefix, int(lengths.max()), policy.window))
+    best = ranked[0]
+    reason = f"measured on {policy.model.machine.name}: {best.strategy} {best.milliseconds:.3f} ms a layer"
+    if len(ranked) > 1:
+        reason += f", next {ranked[1].strategy} {ranked[1].milliseconds:.3f}"
+    return Choice((best.strategy,) * len(items), reason, best.packed_rows)
+
+
+def _possible(prefix: int, longest: int, window: int | None) -> list[Strategy]:
+    possible = []
+    for strategy in CANDIDATES:
+        try:
+            refuse(strategy, prefix, longest, window)
+        except StrategyError:
+            continue
+        possible.append(strategy)
+    return possible
 
 
 def refuse(strategy: Strategy, prefix: int, longest: int, window: int | None) -> None:
@@ -77,8 +120,8 @@ class Waiting:
     prefix_each: bool = False
 
 
-def take(queue: Sequence[Waiting], budget: int) -> tuple[int, ...]:
-    """How many items of each request go into the next pass, first come first served, within a budget of tokens.
+def take(queue: Sequence[Waiting], budget: int, max_items: int) -> tuple[int, ...]:
+    """How many items of each request go into the next pass, in the queue's order, within a budget of tokens and items.
 
     The first request always gets one item, however long, so that everything accepted is scored.
     """
@@ -86,7 +129,7 @@ def take(queue: Sequence[Waiting], budget: int) -> tuple[int, ...]:
     left = budget
     for waiting in queue:
         count, cost = 0, 0 if waiting.prefix_each else waiting.prefix
-        for item in waiting.items:
+        for item in waiting.items[: max_items - sum(taken)]:
             more = item + (waiting.prefix if waiting.prefix_each else 0)
             if cost + more > left and (any(taken) or count):
                 break

@@ -99,6 +99,7 @@ class PackedBatch:
     normalize     [R]    whether the log-sum-exp over the vocabulary is wanted there
     leaf_strategies      the strategy of each leaf segment of `layout`, in segment order
     pages                for each segment of `layout`: ids of the pages that keep its K/V beyond this pass, or None
+    packed_rows          rows of a packed_multi_item request
     """
 
     layout: Layout
@@ -111,6 +112,7 @@ class PackedBatch:
     normalize: NDArray[np.bool_]
     shares: tuple[Share, ...]
     pages: tuple[Ints | None, ...]
+    packed_rows: int
 
     @property
     def tokens(self) -> int:

@@ -61,14 +61,21 @@ class Config(BaseModel):
     max_documents: int = Field(2000, ge=1, description="documents of one request; more is refused")
     max_request_tokens: int = Field(4 * MiB, ge=1, description="tokens of one request; more is refused")
     max_pass_tokens: int = Field(
-        0, ge=0, description="tokens of one forward pass; a larger request is split; 0: 1024 on a CPU, 32768 on a GPU"
+        0, ge=0, description="tokens of one forward pass; a larger request is split; 0: 1024 on a CPU, 16384 on a GPU"
     )
     max_queue_tokens: int = Field(16 * MiB, ge=1, description="tokens waiting; above it calls are refused")
-    max_context_tokens: int = Field(0, ge=0, description="prefix and one item; 0: what the model was made for")
+    max_context_tokens: int = Field(
+        0, ge=0, description="prefix and one item; 0: what the model was made for, on a GPU at most one pass"
+    )
 
     page_size: int = Field(16, ge=1, le=256, description="tokens of one K/V page")
     cache_tokens: int = Field(16384, ge=0, description="tokens of prefix K/V kept between the passes of a request")
-    multi_item_max_tokens: int = Field(64, ge=0, description="items up to this length run as multi_item under AUTO")
+    attention: Literal["auto", "torch", "flashinfer"] = Field("auto", description="what computes the attention")
+    policy: Literal["auto", "threshold", "measured"] = Field(
+        "auto", description="how AUTO chooses: by document length, or by measured time; auto: measured on FlashInfer"
+    )
+    multi_item_max_tokens: int = Field(64, ge=0, description="threshold: items up to this length run as multi_item")
+    calibration: str | None = Field(None, description="file that prefixrank calibrate wrote; None: the built-in H200's")
 
     tolerance: float | None = Field(None, gt=0, description="of the start's self-check, in log-odds; None: by dtype")
     require_golden: bool = Field(False, description="refuse to start on a profile without golden scores")

@@ -7,14 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from attention.layout import Layout
 from attention.planner import plan
 from attention.plans import Pages, Plan, Strategy
 from attention.strategy import Attention, MaskKey
+from batching.packing import alone
 from batching.types import PackedBatch, Reads
 from scorer.model import ScoringModel
 
-Planner = Callable[[Layout, Sequence[Strategy], Pages, int | None, float], Plan]
+HOPELESS = 4  # items run alone without one finite score after which no more are tried
+
+Planner = Callable[[Layout, Sequence[Strategy], Pages, int | None, float, int], Plan]
 
 
 class Engine:
@@ -36,7 +41,29 @@ class Engine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.run, batch)
 
     def run(self, batch: PackedBatch) -> Reads:
-        """One forward pass on the calling thread."""
+        """One forward pass on the calling thread; where NaN may have spread, its items once more, each alone."""
+        reads = self._forward(batch)
+        if not self.attention.isolates_nan and len(batch.shares) > 1:
+            bad = [number for number in range(len(batch.shares)) if not _finite(batch, reads, number)]
+            if bad:
+                self._again(batch, reads, bad)
+        return reads
+
+    def _again(self, batch: PackedBatch, reads: Reads, bad: list[int]) -> None:
+        """Replaces the reads of these items. An item that is bad by itself stays bad, and spoils no scratch page."""
+        healed = 0
+        for tried, number in enumerate(bad):
+            if tried >= HOPELESS and not healed:
+                break  # it is the prefix, or the model
+            self.attention.scrub(self._kept_pages)
+            own = self._forward(alone(batch, number))
+            share = batch.shares[number]
+            reads.logits[batch.read_indptr[share.first] : batch.read_indptr[share.last]] = own.logits
+            reads.lse[share.first : share.last] = own.lse
+            healed += _finite(batch, reads, number)
+        self.attention.scrub(self._kept_pages)
+
+    def _forward(self, batch: PackedBatch) -> Reads:
         started = time.perf_counter()
         pages = Pages(self._page_size, self._kept_pages, batch.pages)
         plans = {key: self._plan(batch, pages, key) for key in self.model.mask_keys}
@@ -48,8 +75,15 @@ class Engine:
         return Reads(logits, lse, planned - started, time.perf_counter() - planned)
 
     def _plan(self, batch: PackedBatch, pages: Pages, key: MaskKey) -> Plan:
-        return self._planner(batch.layout, batch.leaf_strategies, pages, key.window, key.soft_cap)
+        return self._planner(batch.layout, batch.leaf_strategies, pages, key.window, key.soft_cap, batch.packed_rows)
 
     def close(self) -> None:
         """Waits for the pass that runs, then ends the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _finite(batch: PackedBatch, reads: Reads, number: int) -> bool:
+    share = batch.shares[number]
+    logits = reads.logits[batch.read_indptr[share.first] : batch.read_indptr[share.last]]
+    lse = reads.lse[share.first : share.last][batch.normalize[share.first : share.last]]
+    return bool(np.isfinite(logits).all() and np.isfinite(lse).all())

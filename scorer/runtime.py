@@ -10,14 +10,15 @@ import torch
 
 from attention.kv_pages import KvPages
 from attention.plans import Strategy
-from attention.strategy import make
+from attention.strategy import Attention, make
+from attention.timing import TimeModel, built_in
 from batching.batcher import Batcher, BatcherLimits
 from batching.page_pool import PagePool
-from batching.select import Policy
+from batching.select import Measured, Threshold
 from scorer.config import EMBEDDED, Config, Limits
 from scorer.embedded import embedded_model
 from scorer.engine import Engine
-from scorer.errors import ProfileError
+from scorer.errors import ConfigError, ModelError, ProfileError
 from scorer.model import ScoringModel, load_model
 from scorer.profile import Profile, builtin_names, load_profile
 from scorer.selfcheck import check_golden, check_packing
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 
 EMBEDDED_PROFILE = "smollm2"
 # Cancelling, deadlines and other callers wait for one pass: long enough for the kernels, short enough for them.
-PASS_TOKENS = {"cpu": 1024, "cuda": 32_768}
-BACKEND = "torch"
+PASS_TOKENS = {"cpu": 1024, "cuda": 16_384}
+MAX_PASS_ITEMS = 1024  # with the tokens of a pass it bounds the pages that a plan may need
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,11 @@ class Runtime:
             log.warning("%s", model.context_note)
         limits = _limits(config, profile, model)
         kept_pages = config.cache_tokens // config.page_size
-        engine = Engine(model, make(BACKEND, KvPages(kept_pages, config.page_size)), config.page_size, kept_pages)
+        time_model = _time_model(config)
+        attention = _attention(config, model, limits, kept_pages, time_model)
+        engine = Engine(model, attention, config.page_size, kept_pages)
+        window = _shortest_window(model)
+        measured = config.policy == "measured" or (config.policy == "auto" and attention.name == "flashinfer")
         return cls(
             config=config,
             profile=profile,
@@ -76,8 +81,8 @@ class Runtime:
             engine=engine,
             batcher=Batcher(
                 engine.execute,
-                BatcherLimits(limits.max_pass_tokens, config.max_queue_tokens, config.page_size),
-                Policy(config.multi_item_max_tokens, _shortest_window(model)),
+                BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens, config.page_size),
+                Measured(time_model, window) if measured else Threshold(config.multi_item_max_tokens, window),
                 PagePool(kept_pages),
             ),
             limits=limits,
@@ -86,7 +91,7 @@ class Runtime:
                 architecture=model.architecture,
                 dtype=str(model.dtype).removeprefix("torch."),
                 device=str(model.device),
-                backend=BACKEND,
+                backend=attention.name,
                 vocabulary_size=model.vocabulary,
                 strategies=tuple(Strategy),
             ),
@@ -120,11 +125,13 @@ def _profile(config: Config) -> Profile:
 
 
 def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
-    context = min(model.max_context, config.max_context_tokens or model.max_context)
+    pass_tokens = config.max_pass_tokens or PASS_TOKENS[model.device.type]
+    longest = config.max_context_tokens or (pass_tokens if model.device.type == "cuda" else model.max_context)
+    context = min(model.max_context, longest)
     return Limits(
         max_documents=config.max_documents,
         max_request_tokens=config.max_request_tokens,
-        max_pass_tokens=config.max_pass_tokens or PASS_TOKENS[model.device.type],
+        max_pass_tokens=pass_tokens,
         max_context_tokens=context,
         max_query_tokens=min(profile.limits.max_query_tokens, context),
         default_tokens_per_document=min(profile.limits.default_tokens_per_document, context),
@@ -132,6 +139,30 @@ def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
         max_message_bytes=config.max_message_bytes,
         vocabulary_size=model.vocabulary,
     )
+
+
+def _attention(
+    config: Config, model: ScoringModel, limits: Limits, kept_pages: int, time_model: TimeModel
+) -> Attention:
+    """The backend asked for; under 'auto' FlashInfer where it can, and torch with the reason told where it cannot."""
+    scratch = 2 * (limits.max_pass_tokens + limits.max_context_tokens) // config.page_size + 2 * MAX_PASS_ITEMS
+    if config.attention == "flashinfer" or (config.attention == "auto" and model.device.type == "cuda"):
+        try:
+            return make("flashinfer", KvPages(kept_pages + scratch, config.page_size), model.head_shape, time_model)
+        except ValueError as error:
+            if config.attention == "flashinfer":
+                raise ModelError(f"--attention flashinfer: {error}") from None
+            log.warning("attention runs on torch: %s", error)
+    return make("torch", KvPages(kept_pages, config.page_size))
+
+
+def _time_model(config: Config) -> TimeModel:
+    if config.calibration is None:
+        return built_in()
+    try:
+        return TimeModel.read(Path(config.calibration).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"calibration {config.calibration}: {error}") from None
 
 
 def _shortest_window(model: ScoringModel) -> int | None:

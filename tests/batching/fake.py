@@ -7,7 +7,7 @@ import numpy as np
 from attention.plans import Strategy
 from batching.batcher import Batcher, BatcherLimits
 from batching.page_pool import PagePool
-from batching.select import Policy
+from batching.select import Threshold
 from batching.types import Item, PackedBatch, Reads, TokenizedRequest
 
 
@@ -65,8 +65,8 @@ class FakeDevice:
 def batcher(device, pass_tokens=64, queue_tokens=10_000, pages=16, threshold=8, window=None, **kwargs):
     return Batcher(
         device,
-        BatcherLimits(pass_tokens, queue_tokens, page_size=4),
-        Policy(threshold, window),
+        BatcherLimits(pass_tokens, 2048, queue_tokens, page_size=4),
+        Threshold(threshold, window),
         PagePool(pages),
         **kwargs,
     )

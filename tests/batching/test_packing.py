@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from attention.plans import Strategy
 from batching.packing import Group, fold, pack, unpack
 from batching.page_pool import PagePool
-from batching.select import Policy, Waiting, choose, take
+from batching.select import Threshold, Waiting, choose, take
 from batching.types import Item, Reads, TokenizedRequest
 from tests.batching.fake import ids, item, request
 
@@ -77,7 +77,7 @@ def test_fold_keeps_order_and_finds_equals():
 
 def test_the_choice_is_by_length_and_says_why():
     asked = request([1, 2], [1] * 8, [1] * 9)
-    choice = choose(asked, asked.items, Policy(multi_item_max_tokens=8))
+    choice = choose(asked, asked.items, Threshold(multi_item_max_tokens=8))
     assert choice.strategies == (Strategy.MULTI_ITEM, Strategy.DIRECT_RAGGED)
     assert choice.reason == "1 of 2 of at most 8 tokens: multi_item; 1 of 2 longer than 8 tokens: direct_ragged"
 
@@ -90,7 +90,7 @@ waiting = st.builds(
 @given(queue=st.lists(waiting, min_size=1, max_size=6), budget=st.integers(1, 100))
 @settings(max_examples=200, deadline=None)
 def test_a_pass_keeps_its_budget_and_always_takes_something(queue, budget):
-    counts = take(queue, budget)
+    counts = take(queue, budget, 12)
     assert len(counts) == len(queue)
     assert counts[0] >= 1
     cost = 0
@@ -98,6 +98,7 @@ def test_a_pass_keeps_its_budget_and_always_takes_something(queue, budget):
         assert count <= len(w.items)
         cost += sum(w.items[:count]) + w.prefix * (count if w.prefix_each else min(count, 1))
     assert cost <= budget or sum(counts) == 1
+    assert sum(counts) <= 12
 
 
 def test_pages_come_back():

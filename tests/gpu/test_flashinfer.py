@@ -74,7 +74,7 @@ def attentions(made, kernel):
     """One for each shape and kernel: workspaces and pinned memory take longer to make than a test."""
     pool = KvPages(512 + SCRATCH, PAGE)
     return pool, FlashInferAttention(
-        pool, made, lambda launch, *_: Kernel.FA2 if launch.mask is MaskKind.CUSTOM else kernel
+        pool, made, choose=lambda launch, _: Kernel.FA2 if launch.mask is MaskKind.CUSTOM else kernel
     )
 
 
@@ -94,8 +94,8 @@ def test_every_token_is_close_to_float32(strategy, dtype, kernel, shape, group):
     heads = kv_heads * group
     made = HeadShape(heads, kv_heads, dim, dim**-0.5, dtype)
     pages = Pages(PAGE, 512, (None,) * layout.segments) if strategy is Strategy.NAIVE else pages_for(layout, rng)
-    # fa2's multi-item kernel prefetches past the last key. What it finds there is masked, but 0 x NaN is NaN: for it the
-    # poison is finite, and the engine keeps NaN out of scratch pages.
+    # fa2's multi-item kernel prefetches past the last key. What it finds there is masked, but 0 x NaN is NaN: so the
+    # poison is finite for it, and the engine keeps NaN out of scratch pages.
     poison = 3e4 if kernel is Kernel.FA2 and strategy in ITEM_LIMITED else torch.nan
     k_cache, v_cache = fill({"shape": (0, kv_heads, dim)}, layout, pages, rng, dtype, poison)
     q, k, v = (

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from attention import planner as planning
+from attention.kv_pages import KvPages
 from attention.plans import WINDOWLESS, Strategy
+from attention.torch_backend import TorchAttention
 from batching.packing import Group, pack, unpack
 from batching.types import Item, TokenizedRequest
 from scorer.engine import Engine
@@ -196,3 +198,41 @@ def test_one_document_with_nan_costs_no_other_its_score(strategy):
         weights[205] = kept
     assert np.isnan(scores[-1])
     np.testing.assert_allclose(scores[:-1], expected, atol=TOLERANCE)
+
+
+class Spreading(TorchAttention):
+    """NaN anywhere in a pass reaches all of it, as masked products with NaN do on a GPU; and it stays in the pages."""
+
+    isolates_nan = False
+    scrubbed = 0
+
+    def begin(self, *args):
+        attend = super().begin(*args)
+
+        def spread(*call):
+            out = attend(*call)
+            return out * float("nan") if out.isnan().any() else out
+
+        return spread
+
+    def scrub(self, first_page):
+        self.scrubbed += 1
+
+
+def test_where_nan_spreads_the_items_run_alone_and_only_the_bad_one_stays_bad():
+    model = tiny("llama", seed=3)
+    asked = request(np.random.default_rng(6), 20, [5, 17, 9], vocabulary=200)
+    poisoned = replace(asked, items=(*asked.items, Item(np.array([3, 205, 4], np.int32), np.array([2]), LABELS)))
+    expected = truth(model, asked)
+    made = Engine(model, Spreading(KvPages(64, 16)), 16, 64)
+    weights = model.hf.get_input_embeddings().weight
+    kept = weights[205].clone()
+    weights[205] = float("nan")
+    try:
+        scores = log_odds(whole(made, poisoned, Strategy.MULTI_ITEM))
+        later = log_odds(whole(made, asked, Strategy.MULTI_ITEM))
+    finally:
+        weights[205] = kept
+    assert np.isnan(scores[-1])
+    np.testing.assert_allclose(scores[:-1], expected, atol=TOLERANCE)
+    np.testing.assert_allclose(later, expected, atol=TOLERANCE)
