@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.copy_rows import copy_rows
 from attention.cost import LaunchShape, shape_of
@@ -15,8 +17,7 @@ from attention.flashinfer_backend import Kernel, SingleLaunch, merge_states
 from attention.kv_pages import KvPages
 from attention.layout import Layout, Segment
 from attention.planner import plan
-from attention.plans import Launch, Pages, Plan, RaggedKv, Strategy
-from attention.strategy import HeadShape
+from attention.plans import HeadShape, Launch, Pages, Plan, RaggedKv, Strategy
 from attention.timing import CANDIDATES, PACKINGS, Fit, Machine, Reals, TimeModel, features, kind_of
 
 PAGE_SIZE = 16
@@ -88,6 +89,40 @@ class Bench:
                 call()
         graph.replay()
         return float(np.median([_elapsed(graph.replay) for _ in range(replays)])) / repeats
+
+    def events(self, call: Callable[[], object], warm_ups: int, iterations: int) -> list[float]:
+        """Milliseconds between CUDA events around single calls: with the host's launch time."""
+        for _ in range(warm_ups):
+            call()
+        torch.cuda.synchronize()
+        return [_elapsed(call) for _ in range(iterations)]
+
+    @staticmethod
+    def rows(tensor: Tensor, count: int) -> Tensor:
+        """That many rows, repeated if there are not so many."""
+        return tensor[:count] if count <= len(tensor) else tensor.repeat(-(-count // len(tensor)), 1, 1)[:count]
+
+    def rates(self) -> dict[str, float | str]:
+        """What this GPU reaches: dense bf16 products, causal attention over 8,192 tokens, copying memory."""
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        gemm = 2 * 8192.0**3 / (self.milliseconds(lambda: a @ b) * 1e9)
+        layout = Layout.of([Segment(-1, 8192)])
+        planned = plan(layout, [Strategy.CASCADE_CONTIGUOUS], Pages.scratch(layout, PAGE_SIZE))
+        heads = self.heads
+        pairs = 4.0 * heads.heads * heads.head_dim * 8192 * 8193 / 2
+        attention = pairs / (self.launch(planned.launches[-1], planned, Kernel.FA3) * 1e9)
+        big = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        other = torch.empty_like(big)
+        memory = 2 * big.numel() / (self.milliseconds(lambda: other.copy_(big)) * 1e9)
+        return {
+            "gpu": torch.cuda.get_device_name(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "torch": torch.__version__,
+            "flashinfer": version("flashinfer-python"),
+            "gemm_tflops": gemm,
+            "attention_tflops": attention,
+            "memory_tb_s": memory,
+        }
 
     def launch(self, launch: Launch, planned: Plan, kernel: Kernel) -> float:
         """Milliseconds of one launch with one kernel."""

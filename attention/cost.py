@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from attention.layout import Ints
-from attention.plans import Launch, MaskKind, PagedKv, Plan, Strategy
-from attention.strategy import HeadShape
+from attention.plans import HeadShape, Launch, MaskKind, PagedKv, Plan, Strategy
 
 PACKED_ROWS = 128  # query rows of one request of packed_multi_item: one tile of the widest kernel
 GROUP_ROWS = (16, 64)  # direct_ragged_grouped: requests up to 16 rows, up to 64, and longer ones launch apart

@@ -23,9 +23,9 @@ from attention.copy_rows import copy_rows
 from attention.cost import shape_of
 from attention.kv_pages import KvPages
 from attention.layout import Ints, Layout, indptr
-from attention.plans import Launch, MaskKind, PagedKv, Pages, Plan, RaggedKv
+from attention.plans import HeadShape, Launch, MaskKey, MaskKind, PagedKv, Pages, Plan, RaggedKv
 from attention.residency import Residency
-from attention.strategy import Attend, Attention, HeadShape, MaskKey
+from attention.strategy import Attend, Attention
 from attention.timing import TimeModel, built_in
 
 WORKSPACE_BYTES = 256 << 20  # split-KV partial results; shared by all wrappers, which run one after the other

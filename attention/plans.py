@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,23 @@ class MaskKind(StrEnum):
     CAUSAL = "causal"
     MULTI_ITEM = "multi_item"
     CUSTOM = "custom"
+
+
+class MaskKey(NamedTuple):
+    """What a model's layers may differ in: a pass has one plan for each."""
+
+    window: int | None = None
+    soft_cap: float = 0.0
+
+
+class HeadShape(NamedTuple):
+    """What a kernel is made for: heads of one layer, the softmax scale, and torch's dtype of q, k and v."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    dtype: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)

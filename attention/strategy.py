@@ -4,33 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from attention.layout import Layout
-from attention.plans import Pages, Plan
+from attention.plans import HeadShape, MaskKey, Pages, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attention.kv_pages import KvPages
     from attention.timing import TimeModel
-
-
-class MaskKey(NamedTuple):
-    """What a model's layers may differ in: a pass has one plan for each."""
-
-    window: int | None = None
-    soft_cap: float = 0.0
-
-
-class HeadShape(NamedTuple):
-    """What a kernel is made for: heads of one layer, the softmax scale, and torch's dtype of q, k and v."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    dtype: Any
 
 
 # (layer, q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], scale, key) -> [rows, heads, head_dim]

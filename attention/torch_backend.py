@@ -20,9 +20,9 @@ from torch import Tensor
 from attention.expand import Request, contents, kernel_mask, requests
 from attention.kv_pages import KvPages
 from attention.layout import Ints, Layout, ranges
-from attention.plans import MaskKind, Pages, Plan
+from attention.plans import MaskKey, MaskKind, Pages, Plan
 from attention.residency import Residency
-from attention.strategy import Attend, Attention, MaskKey
+from attention.strategy import Attend, Attention
 
 MASKED_ROWS = 256  # rows of one block of a masked piece: bounds its score matrix
 PADDING = 1.25  # squares share a batch while padding them to the longest costs no more than this

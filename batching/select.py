@@ -54,14 +54,17 @@ class Choice:
     packed_rows: int = PACKED_ROWS
 
 
-def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy) -> Choice:
-    """The strategy of each item. Raises StrategyError where the request asks for one that cannot be."""
+def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy, cached: int = 0) -> Choice:
+    """The strategy of each item. cached: prefix tokens whose K/V exists already.
+
+    Raises StrategyError where the request asks for one that cannot be.
+    """
     prefix, window = len(request.prefix), policy.window
     if request.strategy is not None:
         refuse(request.strategy, prefix, max(len(item.ids) for item in items), window)
         return Choice((request.strategy,) * len(items), f"asked for: {request.strategy}")
     if isinstance(policy, Measured):
-        return _by_time(prefix, items, policy)
+        return _by_time(prefix, cached, items, policy)
     chosen, why = zip(*(_by_length(prefix, item, policy) for item in items), strict=True)
     counts = Counter(zip(chosen, why, strict=True))
     return Choice(tuple(chosen), "; ".join(f"{n} of {len(items)} {told}: {s}" for (s, told), n in counts.items()))
@@ -76,9 +79,9 @@ def _by_length(prefix: int, item: Item, policy: Threshold) -> tuple[Strategy, st
     return Strategy.MULTI_ITEM, f"of at most {limit} tokens"
 
 
-def _by_time(prefix: int, items: Sequence[Item], policy: Measured) -> Choice:
+def _by_time(prefix: int, cached: int, items: Sequence[Item], policy: Measured) -> Choice:
     lengths = np.array([len(item.ids) for item in items], np.int32)
-    ranked = policy.model.ranked(prefix, 0, lengths, _possible(prefix, int(lengths.max()), policy.window))
+    ranked = policy.model.ranked(prefix, cached, lengths, _possible(prefix, int(lengths.max()), policy.window))
     best = ranked[0]
     reason = f"measured on {policy.model.machine.name}: {best.strategy} {best.milliseconds:.3f} ms a layer"
     if len(ranked) > 1:

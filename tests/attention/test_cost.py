@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from attention.cost import cost, shapes, shapes_of
 from attention.layout import Layout, Segment, unshared
 from attention.planner import plan
-from attention.plans import Pages, Strategy
-from attention.strategy import HeadShape
+from attention.plans import HeadShape, Pages, Strategy
 from attention.timing import Fit
 
 HEADS = HeadShape(16, 8, 128, 128**-0.5, None)

@@ -16,8 +16,7 @@ from attention.flashinfer_backend import FlashInferAttention, Kernel  # noqa: E4
 from attention.kv_pages import KvPages  # noqa: E402
 from attention.layout import Layout, Segment, unshared  # noqa: E402
 from attention.planner import plan  # noqa: E402
-from attention.plans import ITEM_LIMITED, MaskKind, Pages, Strategy  # noqa: E402
-from attention.strategy import HeadShape, MaskKey  # noqa: E402
+from attention.plans import ITEM_LIMITED, HeadShape, MaskKey, MaskKind, Pages, Strategy  # noqa: E402  # noqa: E402
 from attention.torch_backend import TorchAttention  # noqa: E402
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}

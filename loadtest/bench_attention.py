@@ -1,0 +1,225 @@
+"""`prefixrank bench attention`: every strategy at the article's points and on a ranking grid, on this machine's GPU.
+
+Each row is written as it is measured (JSON lines), so a run that was interrupted goes on where it stopped. `report`
+turns the rows into Markdown and plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attention.plans import Strategy
+
+EXAMPLE = """example:
+  prefixrank bench attention --output results            (measure, then write results/attention.md and .png)
+  prefixrank bench attention --output results --report   (only write the report again)
+
+One layer, heads 16/8, head_dim 128, page 16. Times in milliseconds: `event` between CUDA events around single calls,
+host launch time included; `gpu` of calls captured in a CUDA graph, without it. Writing a new row's K/V to its page is
+not attention and left out; what a strategy writes again (tail pages) or gathers is in. Exit codes: 0; 2."""
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 16
+WARM_UPS, ITERATIONS = 10, 100
+SLOW_ITERATIONS = 20  # for what takes over SLOW_MS a call
+SLOW_MS = 5.0
+DENSE_LIMIT = 18_000  # tokens up to which custom_mask is run: its mask takes a bit for each pair
+NAIVE_LIMIT = 300_000  # tokens up to which naive is run
+
+# Published with the article: P, S, M -> ms of naive, split_cache, direct_ragged, cascade, multi_item, custom_mask.
+ARTICLE_STRATEGIES = (
+    Strategy.NAIVE,
+    Strategy.SPLIT_CACHE,
+    Strategy.DIRECT_RAGGED,
+    Strategy.CASCADE,
+    Strategy.MULTI_ITEM,
+    Strategy.CUSTOM_MASK,
+)
+ARTICLE = {
+    (96, 4, 2): (0.037, 0.049, 0.036, 0.114, 0.038, 0.048),
+    (96, 4, 32): (0.094, 0.060, 0.043, 0.115, 0.059, 0.071),
+    (96, 256, 2): (0.086, 0.137, 0.113, 0.163, 0.131, 0.159),
+    (96, 256, 32): (0.437, 0.404, 0.346, 0.505, 0.551, 12.508),
+    (8196, 4, 2): (9.883, 5.361, 5.425, 5.452, 5.295, 12.668),
+    (8196, 4, 32): (145.487, 5.909, 7.422, 5.557, 5.448, 13.007),
+    (8196, 256, 2): (10.469, 6.039, 5.953, 6.312, 5.906, 14.085),
+    (8196, 256, 32): (154.564, 14.692, 14.094, 15.245, 14.133, 51.788),
+}
+GRID = tuple(
+    (p, s, m)
+    for p in (512, 2048, 8192)
+    for s in (16, 32, 64, 128, 256)
+    for m in (8, 32, 128, 256)
+    if p + s * m <= 65_536 - 512
+)
+VARIANTS = (
+    *((s, 128) for s in Strategy if s is not Strategy.REFERENCE and s is not Strategy.PACKED_MULTI_ITEM),
+    (Strategy.PACKED_MULTI_ITEM, 64),
+    (Strategy.PACKED_MULTI_ITEM, 128),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy at one point. kernel: fa2, fa3, or auto (launch by launch); times in ms of one layer."""
+
+    table: str
+    prefix: int
+    item: int
+    items: int
+    dtype: str
+    strategy: str
+    packed_rows: int
+    kernel: str
+    event_mean: float
+    event_median: float
+    gpu: float
+    predicted: float
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.table, self.prefix, self.item, self.items, self.strategy, self.packed_rows, self.kernel)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=Path("bench-attention"), metavar="DIR", help="where rows go")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the rows")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="what prefixrank calibrate wrote")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures what is missing and reports."""
+    from loadtest.attention_report import report
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    rows_file, rates_file = args.output / "attention.jsonl", args.output / "rates.json"
+    if not args.report:
+        measure(rows_file, rates_file, args.calibration)
+    rows = read_rows(rows_file)
+    rates = json.loads(rates_file.read_text(encoding="utf-8"))
+    report(rows, rates, args.output)
+    print(f"wrote {args.output / 'attention.md'} from {len(rows)} rows")
+    return 0
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Every row measured so far."""
+    if not path.exists():
+        return []
+    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def wanted() -> Iterator[tuple[str, int, int, int, str, Strategy, int, str]]:
+    """(table, prefix, item, items, dtype, strategy, packed rows, kernel) of every row."""
+    for table, points, dtype in (("article", tuple(ARTICLE), "float16"), ("ranking", GRID, "bfloat16")):
+        for prefix, item, items in points:
+            for strategy, rows in VARIANTS:
+                if table == "ranking" and strategy in (Strategy.NAIVE, Strategy.CUSTOM_MASK):
+                    continue
+                total = prefix + item * items
+                if strategy is Strategy.CUSTOM_MASK and total > DENSE_LIMIT:
+                    continue
+                if strategy is Strategy.NAIVE and (prefix + item) * items > NAIVE_LIMIT:
+                    continue
+                for kernel in ("fa2",) if strategy is Strategy.CUSTOM_MASK else ("fa2", "fa3", "auto"):
+                    yield table, prefix, item, items, dtype, strategy, rows, kernel
+
+
+def measure(rows_file: Path, rates_file: Path, calibration: Path | None) -> None:
+    """Appends every row that is not there yet."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from attention.timing import TimeModel, built_in
+
+    model = built_in() if calibration is None else TimeModel.read(calibration.read_text(encoding="utf-8"))
+    have = {row.key for row in read_rows(rows_file)}
+    todo = [w for w in wanted() if (*w[:4], w[5].value, *w[6:]) not in have]
+    console = Console(stderr=True)
+    rigs: dict[str, Any] = {}
+    with rows_file.open("a", encoding="utf-8") as out:
+        for table, prefix, item, items, dtype, strategy, packed_rows, kernel in track(
+            todo, "measuring", console=console, disable=not console.is_terminal
+        ):
+            if dtype not in rigs:
+                rigs.clear()
+                rigs[dtype] = Rig(dtype, model)
+            mean, median, gpu = rigs[dtype].time(prefix, item, items, strategy, packed_rows, kernel)
+            predicted = model.strategy(strategy, prefix, 0, np.full(items, item, np.int32), packed_rows)
+            point = (table, prefix, item, items, dtype, strategy.value, packed_rows, kernel)
+            row = Row(*point, event_mean=mean, event_median=median, gpu=gpu, predicted=predicted)
+            out.write(json.dumps(asdict(row)) + "\n")
+            out.flush()
+    if not rates_file.exists():
+        rig = next(iter(rigs.values()), None) or Rig("bfloat16", model)
+        rates_file.write_text(json.dumps(rig.rates()) + "\n", encoding="utf-8")
+
+
+class Rig:
+    """The GPU's side: attention objects with fixed kernels, and timing."""
+
+    def __init__(self, dtype: str, model: Any) -> None:
+        import torch
+
+        from attention.calibration import Bench
+        from attention.flashinfer_backend import FlashInferAttention, Kernel
+        from attention.plans import HeadShape, MaskKind
+
+        self._heads = HeadShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, getattr(torch, dtype))
+        self._bench = Bench(self._heads)
+
+        def fixed(kernel: Kernel) -> Any:
+            return lambda launch, _: Kernel.FA2 if launch.mask is MaskKind.CUSTOM else kernel
+
+        pool = self._bench.kv_pages
+        self._attention = {
+            "fa2": FlashInferAttention(pool, self._heads, choose=fixed(Kernel.FA2)),
+            "fa3": FlashInferAttention(pool, self._heads, choose=fixed(Kernel.FA3)),
+            "auto": FlashInferAttention(pool, self._heads, model),
+        }
+
+    def time(
+        self, prefix: int, item: int, items: int, strategy: Strategy, packed_rows: int, kernel: str
+    ) -> tuple[float, float, float]:
+        """(event mean, event median, GPU-only) milliseconds."""
+        from attention.plans import MaskKey
+
+        layout, pages, made = _planned(prefix, item, items, strategy, packed_rows)
+        attend = self._attention[kernel].begin(layout, pages, {MaskKey(): made})
+        bench, rows = self._bench, layout.rows
+        q, k, v = (bench.rows(x, rows) for x in (bench.q, bench.k, bench.v))
+
+        def call() -> object:
+            return attend(0, q, k, v, self._heads.scale, MaskKey())
+
+        gpu = bench.milliseconds(call)
+        events = bench.events(call, WARM_UPS, SLOW_ITERATIONS if gpu > SLOW_MS else ITERATIONS)
+        return float(np.mean(events)), float(np.median(events)), gpu
+
+    def rates(self) -> dict[str, float | str]:
+        """What the floors divide by, measured in this run: dense products, attention, memory."""
+        return self._bench.rates()
+
+
+def _planned(prefix: int, item: int, items: int, strategy: Strategy, packed_rows: int) -> tuple[Any, Any, Any]:
+    """Layout, pages and a plan that writes only what the strategy writes again: the first write is not attention."""
+    from attention.calibration import Point
+    from attention.layout import unshared
+    from attention.planner import plan
+    from attention.plans import Pages
+
+    layout, pages = Point(prefix, (item,) * items, False).layout()
+    if strategy is Strategy.NAIVE:
+        layout, _ = unshared(layout)
+        pages = Pages.scratch(layout, PAGE)
+    made = plan(layout, [strategy] * len(layout.leaves), pages, packed_rows=packed_rows)
+    _, first = np.unique(made.append_rows, return_index=True)
+    again = np.ones(len(made.append_rows), np.bool_)
+    again[first] = False
+    return layout, pages, replace(made, append_rows=made.append_rows[again], append_slots=made.append_slots[again])
