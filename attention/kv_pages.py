@@ -24,6 +24,7 @@ class KvPages:
             self._layers[layer] = (k.new_empty((*pages, *k.shape[1:])), v.new_empty((*pages, *v.shape[1:])))
         return self._layers[layer]
 
+    @torch.inference_mode()
     def zero(self, first_page: int) -> None:
         """Clears every page from `first_page` on."""
         for held in self._layers.values():

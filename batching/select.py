@@ -45,6 +45,13 @@ class Measured:
 Policy = Threshold | Measured
 
 
+def may_take(policy: Policy) -> tuple[Strategy, ...]:
+    """The strategies that AUTO may choose."""
+    if isinstance(policy, Threshold):
+        return (Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM)
+    return CANDIDATES
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One strategy an item, the reason in words, and the rows of a packed_multi_item request."""

@@ -116,8 +116,8 @@ def _summary(regrets: list[float], against: list[float]) -> list[str]:
     mean, p95 = np.mean(regrets), np.percentile(regrets, 95)
     return [
         f"Over the {len(regrets)} points above {WORTH_COMPARING} ms `auto` is behind the best by {mean:.1%} in the "
-        f"mean, {p95:.1%} at p95 and {max(regrets):.1%} at most; it is as fast as the best of the article's six or faster at "
-        f"{ahead}, and at most {max(against):.1%} behind.",
+        f"mean, {p95:.1%} at p95 and {max(regrets):.1%} at most; it is as fast as the best of the article's six or "
+        f"faster at {ahead}, and at most {max(against):.1%} behind.",
     ]
 
 

@@ -17,14 +17,6 @@ import numpy as np
 
 from attention.plans import Strategy
 
-EXAMPLE = """example:
-  prefixrank bench attention --output results            (measure, then write results/attention.md and .png)
-  prefixrank bench attention --output results --report   (only write the report again)
-
-One layer, heads 16/8, head_dim 128, page 16. Times in milliseconds: `event` between CUDA events around single calls,
-host launch time included; `gpu` of calls captured in a CUDA graph, without it. Writing a new row's K/V to its page is
-not attention and left out; what a strategy writes again (tail pages) or gathers is in. Exit codes: 0; 2."""
-
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 16
 WARM_UPS, ITERATIONS = 10, 100
 SLOW_ITERATIONS = 20  # for what takes over SLOW_MS a call
@@ -85,12 +77,6 @@ class Row:
     @property
     def key(self) -> tuple[Any, ...]:
         return (self.table, self.prefix, self.item, self.items, self.strategy, self.packed_rows, self.kernel)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("bench-attention"), metavar="DIR", help="where rows go")
-    parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the rows")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="what prefixrank calibrate wrote")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `prefixrank serve | score | demo | verify | bench`. Settings are flags of the same names.
+"""The command line, `prefixrank serve | score | demo | verify | explain | calibrate | bench`: settings are flags.
 
 Exit codes: 0 all is well; 1 something asked for failed, and standard error says what; 2 wrong usage, a wrong setting or
 a model that cannot be served; 130 interrupted.
@@ -8,35 +8,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, get_args
+from typing import Any
 
-from pydantic.fields import FieldInfo
+from scorer import measure_commands, score_command
+from scorer.errors import StartError
+from scorer.flags import MODEL_SETTINGS, SETTINGS, add_settings, as_arguments, config_of, given_flags
 
-from scorer.config import Config
-from scorer.errors import ConfigError, StartError
-
-if TYPE_CHECKING:
-    from prefixrank.v1 import scorer_pb2 as pb
-
-    Command = Callable[[argparse.Namespace], int]
-    Score = Callable[[pb.ScoreRequest], pb.ScoreResponse]
-    Show = Callable[[pb.ScoreRequest, pb.ScoreResponse], None]
-
-# Settings of the listening service; the commands that run a model in this process have the others.
-LISTENING = ("host", "port", "metrics_port", "max_message_bytes", "drain_seconds")
-SETTINGS = tuple(Config.model_fields)
-MODEL_SETTINGS = tuple(name for name in SETTINGS if name not in LISTENING)
+Command = Callable[[argparse.Namespace], int]
 
 SERVE_EXAMPLE = """example:
   prefixrank serve --model ./Qwen3-Reranker-0.6B --profile qwen3-reranker --port 50051
@@ -44,16 +28,6 @@ SERVE_EXAMPLE = """example:
 
 Flags win over PREFIXRANK_* in the environment, and those over the file. Lengths are in tokens, times in seconds.
 Exit codes: 0 stopped by SIGTERM or SIGINT, all accepted calls answered; 1 start or device failed; 2 a wrong setting."""
-
-SCORE_EXAMPLE = """example:
-  prefixrank score "capital of France" "Paris is the capital." "Bananas are yellow."
-  prefixrank score --target localhost:50051 --query "capital of France" < one-document-a-line.txt
-  prefixrank score --json --input requests.jsonl > scores.jsonl
-
-A JSON line is {"query": "...", "documents": ["...", {"id": "a", "text": "..."}]} with, if wanted, "instruction" and
-"request_id". Without --target the model runs in this process. Scores are natural-log odds under a profile with two
-labels; lengths are in tokens, times in seconds.
-Exit codes: 0 every request answered; 1 a line or a request failed, the others are answered; 2 could not begin."""
 
 DEMO_EXAMPLE = """example:
   prefixrank demo
@@ -68,7 +42,7 @@ VERIFY_EXAMPLE = """example:
 Prints the largest difference, in natural-log odds, between every strategy and transformers' own forward of one document
 at a time. Exit codes: 0 within the tolerance; 1 beyond it; 2 the model cannot be served."""
 
-BENCH_EXAMPLE = """example:
+BENCH_CPU_EXAMPLE = """example:
   prefixrank bench cpu
 
 Prints documents/s packed and one document at a time."""
@@ -94,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prefixrank", description="Scores documents that share one prefix.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Command, told: str, example: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(
+    def command(name: str, run: Command, told: str, example: str, group: Any = None) -> argparse.ArgumentParser:
+        made = (commands if group is None else group).add_parser(
             name,
             help=told,
             description=told,
@@ -106,76 +80,34 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run, parser=made)
         return made
 
-    _add_settings(command("serve", _serve, "serve scores over gRPC", SERVE_EXAMPLE), SETTINGS)
-    _add_score(command("score", _score, "score documents, here or on a server", SCORE_EXAMPLE))
-    _add_settings(command("demo", _demo, "see it work on the embedded model", DEMO_EXAMPLE), MODEL_SETTINGS)
+    add_settings(command("serve", _serve, "serve scores over gRPC", SERVE_EXAMPLE), SETTINGS)
+    score_command.add_arguments(
+        command("score", score_command.run, "score documents, here or on a server", score_command.EXAMPLE)
+    )
+    add_settings(command("demo", _demo, "see it work on the embedded model", DEMO_EXAMPLE), MODEL_SETTINGS)
 
     verify = command("verify", _verify, "prove that packed scores equal those of one document alone", VERIFY_EXAMPLE)
     verify.add_argument("--record", type=Path, metavar="FILE", help="write the profile with golden scores to this file")
-    _add_settings(verify, MODEL_SETTINGS)
+    add_settings(verify, MODEL_SETTINGS)
 
-    bench = command("bench", _bench, "measure documents/s", BENCH_EXAMPLE)
-    bench.add_argument("what", choices=["cpu"], help="what to measure")
-    _add_settings(bench, MODEL_SETTINGS)
+    told = "what each strategy costs for given lengths, which is chosen, and why"
+    measure_commands.add_explain(command("explain", measure_commands.explain, told, measure_commands.EXPLAIN_EXAMPLE))
+    told = "measure this machine's GPU, so that AUTO chooses by it"
+    measure_commands.add_calibrate(
+        command("calibrate", measure_commands.calibrate, told, measure_commands.CALIBRATE_EXAMPLE)
+    )
+
+    bench = commands.add_parser("bench", help="measure", description="Measures; see each one's --help.")
+    benches = bench.add_subparsers(required=True, metavar="WHAT")
+    add_settings(command("cpu", _bench_cpu, "documents/s on a CPU", BENCH_CPU_EXAMPLE, benches), MODEL_SETTINGS)
+    told = "every strategy's attention on a GPU, beside the article's figures"
+    example = measure_commands.BENCH_ATTENTION_EXAMPLE
+    measure_commands.add_bench_attention(command("attention", measure_commands.bench_attention, told, example, benches))
     return parser
 
 
-def _add_score(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="the query, then its documents")
-    parser.add_argument("--query", help="the query; the documents are then lines of --input")
-    parser.add_argument("--input", metavar="FILE", help="JSON lines, or with --query documents (default: stdin)")
-    parser.add_argument("--json", action="store_true", help="write one JSON object a request instead of tables")
-    parser.add_argument("--target", metavar="HOST:PORT", help="a running server (default: the model in this process)")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of each request (default: 60)")
-    parser.add_argument("--instruction", help="instead of the profile's own")
-    parser.add_argument("--top-n", type=int, default=0, metavar="N", help="only the best N, sorted (default: all)")
-    parser.add_argument(
-        "--max-tokens-per-document",
-        type=int,
-        default=0,
-        metavar="N",
-        help="cuts longer ones (default: the profile's)",
-    )
-    parser.add_argument("--truncation", default="right", choices=["right", "left", "none"], help="the side to cut")
-    parser.add_argument("--strategy", default="auto", metavar="NAME", help="such as multi_item (default: auto)")
-    _add_settings(parser, MODEL_SETTINGS)
-
-
-def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    group = parser.add_argument_group("settings")
-    group.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
-    for name in names:
-        field = Config.model_fields[name]
-        told = f"{field.description} (default: {field.default})".replace("%", "%%")
-        flag = "--" + name.replace("_", "-")
-        if field.annotation is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=told)
-        else:
-            group.add_argument(flag, metavar=_metavar(field), help=told)
-
-
-def _metavar(field: FieldInfo) -> str:
-    kinds = get_args(field.annotation)
-    choices = [k for k in kinds if isinstance(k, str)]
-    if choices:
-        return "{" + ",".join(choices) + "}"
-    number = next(
-        (name for kind, name in ((int, "N"), (float, "X")) if kind is field.annotation or kind in kinds), None
-    )
-    return number or "TEXT"
-
-
-def _flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings given as flags; absent ones are left out."""
-    return {name: value for name, value in vars(args).items() if name in Config.model_fields and value is not None}
-
-
-def _config(args: argparse.Namespace) -> Config:
-    return Config.read(_flags(args), file=args.config)
-
-
 def _serve(args: argparse.Namespace) -> int:
-    config = _config(args)
+    config = config_of(args)
     from scorer.server import serve
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -191,223 +123,24 @@ def _ended(code: int) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    config = _config(args)
+    config = config_of(args)
     from scorer.demo import run
 
-    return run(config, _as_arguments(_flags(args), args.config))
-
-
-def _as_arguments(flags: Mapping[str, Any], file: Path | None) -> list[str]:
-    """The settings again as arguments, for a process that shall have the same ones."""
-    arguments = [] if file is None else [f"--config={file}"]
-    for name, value in flags.items():
-        flag = name.replace("_", "-")
-        arguments.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
-    return arguments
+    return run(config, as_arguments(given_flags(args), args.config))
 
 
 def _verify(args: argparse.Namespace) -> int:
-    config = _config(args)
+    config = config_of(args)
     from scorer.verify import run
 
     return run(config, args.record)
 
 
-def _bench(args: argparse.Namespace) -> int:
-    config = _config(args)
+def _bench_cpu(args: argparse.Namespace) -> int:
+    config = config_of(args)
     from loadtest.bench_cpu import run
 
     return run(config)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request to score, or what is wrong with the line it should have come from."""
-
-    where: str
-    request: pb.ScoreRequest | None
-    problem: str = ""
-
-
-def _score(args: argparse.Namespace) -> int:
-    _refuse_combinations(args)
-    config = None if args.target else _config(args)
-    with ExitStack() as stack:
-        jobs = _jobs(args, stack)
-        score = stack.enter_context(_remote(args) if config is None else _local(config, args.timeout))
-        return _score_all(jobs, score, _show_json if args.json else _show_table())
-
-
-def _refuse_combinations(args: argparse.Namespace) -> None:
-    refuse = args.parser.error
-    if args.texts and (args.query is not None or args.input is not None):
-        refuse("give the texts as arguments, or --query and --input, not both")
-    if len(args.texts) == 1:
-        refuse("a query alone: give its documents as well, or use --query and give them a line each")
-    if args.target and (_flags(args) or args.config):
-        refuse("settings are for a model in this process; with --target the server has its own")
-    if not args.texts and args.input is None and sys.stdin.isatty():
-        refuse("nothing to score: give texts, --input, or lines on standard input")
-
-
-def _jobs(args: argparse.Namespace, stack: ExitStack) -> Iterable[Job]:
-    """What is to be scored. Lines are read as they are needed, from a file that `stack` closes."""
-    options = _request_options(args)
-    if args.texts:
-        query, *documents = args.texts
-        return [_job("the arguments", partial(_request, query, documents, options))]
-    lines = _open(args.input, stack)
-    if args.query is not None:
-        documents = [line for line in map(_decoded, lines) if line.strip()]
-        return [_job(args.input or "standard input", partial(_request, args.query, documents, options))]
-    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-    return (_job(f"line {number}", partial(_json_request, line, options)) for number, line in numbered)
-
-
-def _open(name: str | None, stack: ExitStack) -> BinaryIO:
-    if name is None or name == "-":
-        return sys.stdin.buffer
-    try:
-        return stack.enter_context(open(name, "rb"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror}") from None
-
-
-def _decoded(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip("\r\n")
-
-
-def _job(where: str, build: Callable[[], pb.ScoreRequest]) -> Job:
-    try:
-        return Job(where, build())
-    except ValueError as error:
-        return Job(where, None, str(error))
-
-
-def _request_options(args: argparse.Namespace) -> dict[str, Any]:
-    from prefixrank.v1 import scorer_pb2 as pb
-
-    strategy = "UNSPECIFIED" if args.strategy == "auto" else args.strategy.upper()
-    if f"STRATEGY_{strategy}" not in pb.Strategy.keys():  # noqa: SIM118  an enum's wrapper is no mapping
-        args.parser.error(f"unknown strategy {args.strategy}")
-    return {
-        "instruction": args.instruction,
-        "top_n": args.top_n,
-        "max_tokens_per_document": args.max_tokens_per_document,
-        "truncation": pb.Truncation.Value(f"TRUNCATION_{args.truncation.upper()}"),
-        "strategy": pb.Strategy.Value(f"STRATEGY_{strategy}"),
-    }
-
-
-def _request(query: str, documents: Sequence[str], options: Mapping[str, Any]) -> pb.ScoreRequest:
-    from scorer.client import build_request
-
-    return build_request(query, documents, **options)
-
-
-def _json_request(line: bytes, options: Mapping[str, Any]) -> pb.ScoreRequest:
-    """The request of one JSON line. Raises ValueError saying what is wrong with it."""
-    given = json.loads(line)
-    if not isinstance(given, dict) or not isinstance(given.get("query"), str):
-        raise ValueError('expected an object with "query" and "documents"')
-    documents = given.get("documents")
-    if not isinstance(documents, list):
-        raise ValueError('"documents" is not a list')
-    unknown = given.keys() - {"query", "documents", "instruction", "request_id"}
-    if unknown:
-        raise ValueError(f"unknown keys {sorted(unknown)}")
-    own = {key: given[key] for key in ("instruction", "request_id") if key in given}
-    if not all(isinstance(value, str) for value in own.values()):
-        raise ValueError('"instruction" and "request_id" are strings')
-    pairs = [_document(i, document) for i, document in enumerate(documents)]
-    ids, texts = [id for id, _ in pairs], [text for _, text in pairs]
-    return _request(given["query"], texts, {**options, **own, "ids": ids})
-
-
-def _document(index: int, given: object) -> tuple[str, str]:
-    if isinstance(given, str):
-        return "", given
-    if isinstance(given, dict) and {"text"} <= given.keys() <= {"id", "text"}:
-        id, text = given.get("id", ""), given["text"]
-        if isinstance(id, str) and isinstance(text, str):
-            return id, text
-    raise ValueError(f'documents[{index}] is neither a string nor {{"id": "...", "text": "..."}}')
-
-
-@contextmanager
-def _remote(args: argparse.Namespace) -> Iterator[Score]:
-    from scorer.client import ScorerClient
-
-    with ScorerClient(args.target) as client:
-        yield lambda request: client.score_request(request, args.timeout)
-
-
-@contextmanager
-def _local(config: Config, timeout: float) -> Iterator[Score]:
-    """The service itself, without the wire."""
-    from rich.console import Console
-
-    from scorer.client import ScorerError
-    from scorer.metrics import Metrics
-    from scorer.server import load_runtime
-    from scorer.service import STATUS_CODES, ScorerService
-
-    with Console(stderr=True).status("loading and checking the model"):
-        runtime = load_runtime(config)
-    service = ScorerService(Metrics("local"), "local")
-    service.serve(runtime)
-
-    def score(request: pb.ScoreRequest) -> pb.ScoreResponse:
-        try:
-            return runner.run(service.score(request, time.monotonic() + timeout))
-        except tuple(STATUS_CODES) as error:
-            raise ScorerError(STATUS_CODES[type(error)], str(error)) from None
-
-    with asyncio.Runner() as runner:
-        try:
-            yield score
-        finally:
-            runner.run(runtime.batcher.drain())
-            service.close()
-            runtime.close()
-
-
-def _score_all(jobs: Iterable[Job], score: Score, show: Show) -> int:
-    """Scores one job after another. What is wrong with one is told, and the others go on."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from scorer.client import ScorerError
-
-    console = Console(stderr=True)
-    long = console.is_terminal and not isinstance(jobs, list)
-    failed = False
-    # A bar on standard error must not take standard output with it when that goes to a file.
-    with Progress(console=console, disable=not long, transient=True, redirect_stdout=sys.stdout.isatty()) as progress:
-        for job in progress.track(jobs, total=None, description="scoring"):
-            try:
-                if job.request is None:
-                    raise ValueError(job.problem)
-                show(job.request, score(job.request))
-            except (ValueError, ScorerError) as error:
-                failed = True
-                console.print(f"{job.where}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return int(failed)
-
-
-def _show_json(request: pb.ScoreRequest, response: pb.ScoreResponse) -> None:
-    from google.protobuf.json_format import MessageToDict
-
-    given = MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    # Protobuf's JSON makes strings of 64-bit numbers.
-    given["usage"] = {name: int(value) for name, value in given["usage"].items()}
-    print(json.dumps(given, ensure_ascii=False), flush=True)
-
-
-def _show_table() -> Show:
-    from scorer.demo import output, show_ranking
-
-    return partial(show_ranking, output())
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import numpy as np
 
 from attention.layout import Layout
 from attention.planner import plan
-from attention.plans import Pages, Plan, Strategy
-from attention.strategy import Attention, MaskKey
+from attention.plans import MaskKey, Pages, Plan, Strategy
+from attention.strategy import Attention
 from batching.packing import alone
 from batching.types import PackedBatch, Reads
 from scorer.model import ScoringModel

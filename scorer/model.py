@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from attention.strategy import Attend, HeadShape, MaskKey
+from attention.plans import HeadShape, MaskKey
+from attention.strategy import Attend
 from batching.types import Floats, Ints
 from scorer.errors import ModelError
 

@@ -100,7 +100,8 @@ class Runtime:
     def check(self) -> None:
         """The start's proofs: labels and seams, packed equals alone, golden scores. Blocks. Raises StartError."""
         self.tokenization.prove()
-        found = check_packing(self.engine, self.tokenization, self.profile.kind, self.config.tolerance)
+        policy, tolerance = self.batcher.policy, self.config.tolerance
+        found = check_packing(self.engine, self.tokenization, self.profile.kind, policy, tolerance)
         log.info("packed equals alone: %s", ", ".join(f"{d.strategy} within {d.score:.2g}" for d in found))
         if self.profile.verified:
             check_golden(self.engine, self.tokenization, self.profile)

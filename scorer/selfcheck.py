@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attention.plans import Strategy
+from attention.plans import WINDOWLESS, Strategy
 from batching.packing import Group, pack, unpack
+from batching.select import Policy, may_take
 from batching.types import Item, Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.engine import Engine
 from scorer.errors import ModelError, ProfileError
 from scorer.heads import Kind, verdict
 from scorer.model import ScoringModel
-from scorer.profile import Profile
 
 if TYPE_CHECKING:
+    from scorer.profile import Profile
     from scorer.tokenization import Tokenization
 
 # What one-document-at-a-time and packed scores may differ in, in log-odds or mean log-probability: the order of sums.
@@ -36,6 +37,7 @@ DOCUMENTS = (
     "Paris is a city on the Seine. " * 4,
     "To change a forgotten password, follow the link that we send to your address. " * 6,
 )
+START_DOCUMENTS = (*DOCUMENTS[:2], *DOCUMENTS[4:7])  # short, unusual, and longer than a tile: every start takes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,14 @@ class Deviation:
     documents: int
 
 
-def sample_requests(tokenization: Tokenization) -> list[TokenizedRequest]:
+def sample_requests(
+    tokenization: Tokenization, queries: Sequence[str] = QUERIES, documents: Sequence[str] = DOCUMENTS
+) -> list[TokenizedRequest]:
     """A few queries with short and long, plain and awkward documents, cut to what the profile takes."""
     made = []
-    for query in QUERIES:
+    for query in queries:
         request = pb.ScoreRequest(query=pb.QueryPrefix(text=query))
-        request.documents.extend(pb.Document(text=text) for text in DOCUMENTS)
+        request.documents.extend(pb.Document(text=text) for text in documents)
         tokenized = tokenization.tokenize(request).request
         assert tokenized is not None, "the samples have text"
         made.append(tokenized)
@@ -105,13 +109,15 @@ def _score(scored: Scored, kind: Kind) -> float:
     return float("nan") if score is None else score
 
 
-def check_packing(engine: Engine, tokenization: Tokenization, kind: Kind, tolerance: float | None) -> list[Deviation]:
+def check_packing(
+    engine: Engine, tokenization: Tokenization, kind: Kind, policy: Policy, tolerance: float | None
+) -> list[Deviation]:
     """Every strategy that AUTO may take, on samples. Raises ModelError where one is off or scores are constant."""
     allowed = TOLERANCE[engine.model.dtype] if tolerance is None else tolerance
-    requests = [(request, alone_all(engine.model, request)) for request in sample_requests(tokenization)]
+    samples = sample_requests(tokenization, QUERIES[:1], START_DOCUMENTS)
+    requests = [(request, alone_all(engine.model, request)) for request in samples]
     _refuse_constant([scored for _, expected in requests for scored in expected], kind)
-    window = min((key.window for key in engine.model.mask_keys if key.window is not None), default=None)
-    strategies = [Strategy.DIRECT_RAGGED] + ([Strategy.MULTI_ITEM] if window is None else [])
+    strategies = [s for s in may_take(policy) if s not in WINDOWLESS or policy.window is None]
     found = [deviation(engine, requests, strategy, kind) for strategy in strategies]
     for strategy in found:
         if strategy.score > allowed:

@@ -1,10 +1,12 @@
 """Tiny seeded checkpoints on disk: a tokenizer trained on a page of text, and a model of three small layers."""
 
+import json
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -64,6 +66,59 @@ def tiny_tokenizer(
         pad_token="<|endoftext|>" if pad else None,
     )
     made.chat_template = CHAT_TEMPLATE if chat else None
+    return made
+
+
+@cache
+def _sentence_pieces(model: str) -> str:
+    """A vocabulary with "▁" for the space, and a token for each byte."""
+    special = ["<unk>", "<s>", "</s>"]
+    pieces, trainer = {
+        "bpe": (models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True), trainers.BpeTrainer),
+        "unigram": (models.Unigram(), trainers.UnigramTrainer),
+    }[model]
+    options = {} if model == "bpe" else {"unk_token": "<unk>"}
+    tokenizer = Tokenizer(pieces)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    lines = [*_TEXT.splitlines() * 4, *LABELS * 50]
+    tokenizer.train_from_iterator(
+        lines, trainer(vocab_size=250, special_tokens=special, show_progress=False, **options)
+    )
+    state = json.loads(tokenizer.to_str())
+    vocabulary, bytes_ = state["model"]["vocab"], [f"<0x{byte:02X}>" for byte in range(256)]
+    if model == "bpe":
+        vocabulary.update({text: len(vocabulary) + i for i, text in enumerate(bytes_)})
+    else:
+        vocabulary.extend([text, -30.0] for text in bytes_)
+        state["model"]["byte_fallback"] = True
+    return json.dumps(state)
+
+
+def prepending_tokenizer(
+    model: Literal["bpe", "unigram"] = "bpe",
+    prepend: Literal["normalizer", "always", "first"] = "normalizer",
+    *,
+    plain: tuple[AddedToken, ...] = (),
+) -> PreTrainedTokenizerFast:
+    """A tokenizer like Llama 2's: it writes "▁" before a text, by a normalizer or by Metaspace.
+
+    plain  added tokens that are not control tokens
+    """
+    tokenizer = Tokenizer.from_str(_sentence_pieces(model))
+    if prepend == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = None
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in CONTROL[1:]])
+    tokenizer.add_tokens(list(plain))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made.chat_template = CHAT_TEMPLATE
     return made
 
 

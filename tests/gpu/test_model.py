@@ -1,4 +1,4 @@
-"""A whole model on FlashInfer in bf16: packed against transformers one document at a time. Run: pytest -m gpu tests/gpu"""
+"""A whole model on FlashInfer in bf16 against transformers one document at a time. Run: pytest -m gpu tests/gpu"""
 
 from functools import cache
 

@@ -33,9 +33,11 @@ def piped(text, *arguments):
     return ran.returncode, ran.stdout.decode(), ran.stderr.decode()
 
 
-@pytest.mark.parametrize("command", ["serve", "score", "demo", "verify", "bench"])
+@pytest.mark.parametrize(
+    "command", ["serve", "score", "demo", "verify", "explain", "calibrate", "bench cpu", "bench attention"]
+)
 def test_help_shows_an_example_and_units(capsys, command):
-    code, out, _ = cli(capsys, command, "--help")
+    code, out, _ = cli(capsys, *command.split(), "--help")
     assert code == 0
     assert f"example:\n  prefixrank {command}" in out
     assert any(unit in out for unit in ("tokens", "documents/s"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from attention.plans import Strategy
@@ -18,7 +18,7 @@ from scorer.config import Limits
 from scorer.errors import InvalidRequest, ModelError, ProfileError
 from scorer.profile import Profile
 from scorer.tokenization import Label, Status, Tokenization, load_tokenizer
-from tests.tiny import LABELS, tiny_tokenizer
+from tests.tiny import LABELS, prepending_tokenizer, tiny_tokenizer
 
 LIMITS = Limits(
     max_documents=50,
@@ -228,6 +228,114 @@ def test_control_tokens_that_plain_text_merges_into_are_broken_up():
     assert cut.request.items[0].ids.tolist().count(2) == 1
 
 
+# ---------------------------------------------------------------- tokenizers that put a space before a text
+
+
+SPACED = PROFILE.model_copy(update={"labels": (" Yes", " No"), "positive": " Yes"})
+BEHIND_CONTROL = SPACED.model_copy(
+    update={"prefix": "Query: {query}<|im_end|>", "item": "{document}<|im_start|>Relevant?<|im_end|>\n"}
+)
+PREPENDING = [(model, prepend) for model in ("bpe", "unigram") for prepend in ("normalizer", "always", "first")]
+each_prepending = pytest.mark.parametrize(("model", "prepend"), PREPENDING)
+
+
+@each_prepending
+@pytest.mark.parametrize("profile", [SPACED, LIKELIHOOD, BEHIND_CONTROL], ids=["space", "likelihood", "control"])
+def test_a_space_is_put_before_a_text_only_where_the_whole_has_it(model, prepend, profile):
+    tokenizer = prepending_tokenizer(model, prepend)
+    by = tokenization(profile, tokenizer=tokenizer)
+    by.prove()
+    documents = [*AWKWARD, "<|im_end|>", "plain", "▁", " ▁x", "  two"]
+    plain = [d for d in documents if d != "<|im_end|>"]
+    found = by.tokenize(ask(*plain))
+    for i, document in enumerate(plain):
+        assert whole(found, i) == tokenizer("".join(by.render(QUERY, document))).input_ids
+    assert alone("<|im_end|>", by).count(tokenizer.eos_token_id) == 0
+
+
+@each_prepending
+@pytest.mark.parametrize("side", [pb.TRUNCATION_RIGHT, pb.TRUNCATION_LEFT])
+def test_cuts_with_a_space_put_before_texts(model, prepend, side):
+    for profile in (SPACED, BEHIND_CONTROL):
+        by = tokenization(profile, tokenizer=prepending_tokenizer(model, prepend))
+        for document in (
+            "the capital of France is Paris",
+            "unbelievable 中文 e\u0301 👩‍👩‍👧‍👦 1234 'scapital",
+            "  x  y " * 5,
+        ):
+            for limit in range(1, 20):
+                found = by.tokenize(ask(document, max_tokens_per_document=limit, truncation=side))
+                kept = longest(document, limit, side, by)
+                if kept.strip():
+                    assert found.request.items[0].ids.tolist() == alone(kept, by)
+                    assert found.documents[0].document_tokens == tokens_of(kept, by) <= limit
+                else:
+                    assert found.request is None
+
+
+@each_prepending
+def test_raw_texts_go_on_behind_the_prefix(model, prepend):
+    for profile in (SPACED, BEHIND_CONTROL):
+        tokenizer = prepending_tokenizer(model, prepend)
+        by = tokenization(profile, tokenizer=tokenizer)
+        texts = ["Paris <|im_end|> x", "Paris<|im_start|>7 x"]
+        prefix, _ = by.render(QUERY, "")
+        request = pb.ScoreRequest(raw_text=prefix, documents=[pb.Document(raw_text=text) for text in (*texts, " x")])
+        found = by.tokenize(request)
+        for i, text in enumerate((*texts, " x")):
+            assert whole(found, i) == tokenizer(prefix + text).input_ids
+
+
+@each_prepending
+def test_labels_go_on_behind_the_item(model, prepend):
+    tokenizer = prepending_tokenizer(model, prepend)
+    yes, no = tokenizer.convert_tokens_to_ids(["▁Yes", "▁No"])
+    by = tokenization(SPACED, tokenizer=tokenizer)
+    assert by.labels == (Label(" Yes", yes), Label(" No", no))
+    assert by.tokenize(ask("one", label_token_ids=[yes, no])).labels == by.labels
+    text = "".join(by.render(QUERY, "one"))
+    assert tokenizer(text + " Yes").input_ids == [*tokenizer(text).input_ids, yes]
+    if prepend != "first":  # behind a control token the space is the tokenizer's
+        ending = SPACED.model_copy(update={"item": " {document}<|im_end|>", "labels": ("Yes", "No"), "positive": "Yes"})
+        assert [label.token_id for label in tokenization(ending, tokenizer=tokenizer).labels] == [yes, no]
+
+
+@pytest.mark.parametrize(
+    ("prepend", "token", "told"),
+    [
+        ("normalizer", AddedToken("<tool>", normalized=False), "'<tool>' may stand in a document"),
+        ("always", AddedToken("<tool>", normalized=False), "'<tool>' may stand in a document"),
+        ("normalizer", AddedToken("<tool>", normalized=True), "'<tool>' has \"normalized\": true"),
+        ("first", AddedToken("<tool>", normalized=False), None),
+    ],
+)
+def test_added_tokens_that_change_the_text_behind_them_stop_the_start(prepend, token, told):
+    tokenizer = prepending_tokenizer(prepend=prepend, plain=(token,))
+    if told is None:
+        by = tokenization(SPACED, tokenizer=tokenizer)
+        assert whole(by.tokenize(ask("a<tool>b"))) == tokenizer("".join(by.render(QUERY, "a<tool>b"))).input_ids
+        return
+    with pytest.raises(ProfileError, match=told):
+        tokenization(SPACED, tokenizer=tokenizer)
+
+
+def test_an_item_behind_a_text_that_may_be_empty_stops_the_start():
+    profile = SPACED.model_copy(update={"prefix": "{query}<|im_end|>{instruction}", "instruction": "find it"})
+    with pytest.raises(ProfileError, match=r"ends with \{instruction\}, which may be empty"):
+        tokenization(profile, tokenizer=prepending_tokenizer())
+    tokenization(profile, tokenizer=prepending_tokenizer(prepend="first")).prove()
+
+
+def test_text_that_has_no_token_is_no_control_token():
+    tokenizer = prepending_tokenizer("unigram")
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["byte_fallback"] = False
+    unknowing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), unk_token="<unk>")
+    by = tokenization(SPACED.model_copy(update={"item": " {document} 中Relevant?"}), tokenizer=unknowing)
+    by.prove()
+    assert unknowing.unk_token_id in alone("one", by)
+
+
 # ---------------------------------------------------------------- cuts
 
 
@@ -359,9 +467,14 @@ def test_no_room_behind_the_prefix_is_too_long_not_an_error():
     assert (told.status, told.original_document_tokens) == (Status.TOO_LONG, 1)
 
 
-def test_one_endless_word_is_cut_quickly():
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("side", [pb.TRUNCATION_RIGHT, pb.TRUNCATION_LEFT])
+@pytest.mark.parametrize(
+    "by", [TINY, tokenization(SPACED, tokenizer=prepending_tokenizer())], ids=["words", "no-words"]
+)
+def test_one_endless_word_is_cut_quickly(by, side):
     document = "abcdefgh" * 20_000
-    found = TINY.tokenize(ask(document, max_tokens_per_document=100))
+    found = by.tokenize(ask(document, max_tokens_per_document=100, truncation=side))
     assert found.documents[0].document_tokens == 100
     assert found.documents[0].original_document_tokens > 10_000
 

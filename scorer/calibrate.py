@@ -1,0 +1,44 @@
+"""`prefixrank calibrate`: measures the attention launches of this machine's GPU and writes what AUTO chooses by."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.progress import Progress
+
+from attention.plans import HeadShape
+from scorer.errors import ConfigError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrates and writes the file."""
+    import torch
+
+    try:
+        from attention.calibration import calibrate
+    except ImportError as error:
+        raise ConfigError(f"calibrate needs FlashInfer ({error}): pip install 'prefixrank[gpu]'") from None
+    if not torch.cuda.is_available():
+        raise ConfigError("calibrate needs an NVIDIA GPU; on a CPU the choice is by document length")
+    heads, kv_heads, head_dim = _heads(args)
+    shape = HeadShape(heads, kv_heads, head_dim, head_dim**-0.5, getattr(torch, args.dtype))
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("measuring", total=1.0)
+        model = calibrate(shape, args.seconds, tell=lambda share: progress.update(task, completed=share))
+    model.write(args.output)
+    print(f"wrote {args.output}: {len(model.fits)} fits for {heads}/{kv_heads} heads on {model.machine.name}")
+    return 0
+
+
+def _heads(args: argparse.Namespace) -> tuple[int, int, int]:
+    if args.model is None:
+        return args.heads, args.kv_heads, args.head_dim
+    try:
+        config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+        heads = int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        return heads, int(config.get("num_key_value_heads", heads)), head_dim
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigError(f"--model {args.model}: no config.json that names its heads ({error!r})") from None

@@ -1,0 +1,135 @@
+"""From a request's documents to items' ids: what is scored, what is cut, and what is not scored and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from batching.types import Ints
+from prefixrank.v1 import scorer_pb2 as pb
+from scorer.body import Body
+from scorer.encoder import Encoded, Encoder, Part, ints
+from scorer.tokenized import Status
+from scorer.truncation import Cutter, Cutting
+from scorer.validation import Violations, is_blank
+
+_BATCH_CHARACTERS = 1 << 22  # text encoded in one call: the tokenizer's records are a hundred times the text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tail:
+    """What follows the document. targets: how many of the last tokens are the query to be predicted."""
+
+    ids: Ints
+    targets: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """One document on its way: its verdict, its item's ids where there are any, and its counts."""
+
+    status: Status
+    message: str = ""
+    ids: Ints | None = None
+    targets: int = 0
+    document_tokens: int = 0
+    original_document_tokens: int = 0
+    truncated: bool = False
+
+
+class Documents:
+    """Reads the documents of one profile."""
+
+    def __init__(self, encoder: Encoder, prefix_end: Part, body: Body, vocabulary_size: int) -> None:
+        self._encoder = encoder
+        self._prefix_end = prefix_end
+        self._body = body
+        self._vocabulary_size = vocabulary_size
+        self._cutter = Cutter(encoder, body)
+        self._template_tokens = len(body.before) + len(encoder.user_text(body.head, body.starts).ids)
+
+    def read(self, request: pb.ScoreRequest, cutting: Cutting, room: int, tail: Tail, bad: Violations) -> list[Read]:
+        """A verdict on each of the request's documents. room: how many tokens an item may have."""
+        reads: dict[int, Read] = {}
+        texts: dict[int, str] = {}
+        raw: dict[int, str] = {}
+        for index, document in enumerate(request.documents):
+            content = document.WhichOneof("content")
+            if content == "token_ids":
+                reads[index] = self._whole(document.token_ids.ids, document.target_tokens, room)
+            elif is_blank(text := document.text if content == "text" else document.raw_text):
+                reads[index] = Read(Status.EMPTY, "the document has no visible text")
+            else:
+                (texts if content == "text" else raw)[index] = text
+        for batch in _batches(raw):
+            encoded = self._encoder.following_texts([raw[index] for index in batch], self._prefix_end)
+            for index, ids in zip(batch, encoded, strict=True):
+                reads[index] = self._whole(ids, request.documents[index].target_tokens, room)
+        for batch in _batches(texts):
+            read = self.read_texts([texts[index] for index in batch], cutting, room, tail)
+            reads.update(zip(batch, read, strict=True))
+        for index, document in enumerate(request.documents):
+            ids_, targets = reads[index].ids, document.target_tokens
+            if ids_ is not None and targets >= len(ids_):
+                bad.add(f"documents[{index}].target_tokens", f"fewer than the item's {len(ids_)} tokens", targets)
+        return [reads[index] for index in range(len(request.documents))]
+
+    def _whole(self, ids: Sequence[int] | Ints, targets: int, room: int) -> Read:
+        """A document that is the whole item already."""
+        if not len(ids):
+            return Read(Status.EMPTY, "the document has no tokens")
+        if (highest := int(max(ids))) >= self._vocabulary_size:
+            return Read(Status.INVALID, f"token id {highest} is not below {self._vocabulary_size}")
+        if len(ids) > room:
+            return _too_long(len(ids), room, "a document given as the whole item is never cut")
+        return Read(Status.OK, "", ints(ids), targets, len(ids), len(ids))
+
+    def read_texts(self, texts: Sequence[str], cutting: Cutting, room: int, tail: Tail) -> list[Read]:
+        """The same for documents given as text, which the profile's template goes around."""
+        head = len(self._body.head)
+        limit = min(cutting.limit, room - self._template_tokens - len(tail.ids))
+        bodies = [self._body.trimmed(text) for text in texts]
+        encoded = self._encoder.user_texts([self._body.head + body for body in bodies], self._body.starts)
+        own = [e.tokens_behind(head) for e in encoded]
+        long = [i for i, e in enumerate(encoded) if own[i] > limit and not e.unwritable]
+        may_cut = cutting.side != pb.TRUNCATION_NONE and limit > 0
+        cuts = self._cutter.cut({i: (bodies[i], encoded[i]) for i in long}, limit, cutting.side) if may_cut else {}
+        reads = [self._read_text(bodies[i], e, tail, own[i]) for i, e in enumerate(encoded)]
+        for i in long:
+            if i in cuts:
+                reads[i] = self._read_text(cuts[i].text, cuts[i].encoded, tail, own[i], truncated=True)
+            else:
+                why = "no character fits" if cutting.side != pb.TRUNCATION_NONE else "the document is not to be cut"
+                reads[i] = _too_long(own[i], max(limit, 0), why)
+        return reads
+
+    def _read_text(self, text: str, encoded: Encoded, tail: Tail, original: int, truncated: bool = False) -> Read:
+        ids = np.concatenate([self._body.before, encoded.ids, tail.ids])
+        if encoded.unwritable:
+            return Read(Status.INVALID, "the document holds a control token that cannot be written as text")
+        if ids.size and int(ids.max()) >= self._vocabulary_size:
+            return Read(Status.INVALID, f"the text has tokens beyond the model's {self._vocabulary_size}")
+        if truncated and is_blank(text):
+            return Read(Status.EMPTY, "nothing but white space fits the limit", original_document_tokens=original)
+        own = encoded.tokens_behind(len(self._body.head))
+        return Read(Status.OK, "", ids, tail.targets, own, original, truncated)
+
+
+def _too_long(tokens: int, limit: int, why: str) -> Read:
+    return Read(Status.TOO_LONG, f"{tokens} tokens, at most {limit} fit; {why}", original_document_tokens=tokens)
+
+
+def _batches(texts: Mapping[int, str]) -> Iterator[list[int]]:
+    """The keys, in groups whose texts are encoded in one call."""
+    batch: list[int] = []
+    characters = 0
+    for index, text in texts.items():
+        if batch and characters + len(text) > _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(index)
+        characters += len(text)
+    if batch:
+        yield batch

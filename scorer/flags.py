@@ -1,0 +1,61 @@
+"""The settings as flags of the command line: one for each, of the same name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from scorer.config import Config
+
+# Settings of the listening service; the commands that run a model in this process have the others.
+LISTENING = ("host", "port", "metrics_port", "max_message_bytes", "drain_seconds")
+SETTINGS = tuple(Config.model_fields)
+MODEL_SETTINGS = tuple(name for name in SETTINGS if name not in LISTENING)
+
+
+def add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Adds the flags of these settings."""
+    group = parser.add_argument_group("settings")
+    group.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
+    for name in names:
+        field = Config.model_fields[name]
+        told = f"{field.description} (default: {field.default})".replace("%", "%%")
+        flag = "--" + name.replace("_", "-")
+        if field.annotation is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=told)
+        else:
+            group.add_argument(flag, metavar=_metavar(field), help=told)
+
+
+def given_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings given as flags; absent ones are left out."""
+    return {name: value for name, value in vars(args).items() if name in Config.model_fields and value is not None}
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The settings that the command runs with."""
+    return Config.read(given_flags(args), file=args.config)
+
+
+def as_arguments(flags: Mapping[str, Any], file: Path | None) -> list[str]:
+    """The settings again as arguments, for a process that shall have the same ones."""
+    arguments = [] if file is None else [f"--config={file}"]
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        arguments.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
+    return arguments
+
+
+def _metavar(field: FieldInfo) -> str:
+    kinds = get_args(field.annotation)
+    choices = [k for k in kinds if isinstance(k, str)]
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    number = next(
+        (name for kind, name in ((int, "N"), (float, "X")) if kind is field.annotation or kind in kinds), None
+    )
+    return number or "TEXT"

@@ -1,0 +1,79 @@
+"""The commands that measure and explain: their arguments, and their modules only when one runs, so help is instant."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+EXPLAIN_EXAMPLE = """example:
+  prefixrank explain --prefix 96 --items 4,4 --q-tile 8
+  prefixrank explain --prefix 2048 --items 64x32 --cached 2048 --json
+  prefixrank explain --lengths requests.jsonl
+  prefixrank explain --map choices.png
+
+Lengths are in tokens, times in milliseconds of one layer on the calibrated machine. A line of --lengths is
+{"prefix": 120, "items": [90, 75, 130]}, with "cached" if some of the prefix is. --items takes lengths and LENGTHxCOUNT.
+Exit codes: 0; 2 what was given cannot be explained."""
+
+CALIBRATE_EXAMPLE = """example:
+  prefixrank calibrate --output h200.json
+  prefixrank calibrate --model ./Qwen3-Reranker-4B --output calibration.json
+  prefixrank serve --calibration calibration.json ...
+
+Measures for --seconds on log-random lengths (prefix 64-8,192 tokens, 1-512 items of 4-512), fits, and writes a small
+JSON file. Without one, the service uses the built-in calibration of an H200. Exit codes: 0; 2 no GPU, no FlashInfer."""
+
+BENCH_ATTENTION_EXAMPLE = """example:
+  prefixrank bench attention --output results            (measure, then write results/attention.md and .png)
+  prefixrank bench attention --output results --report   (only write the report again)
+
+One layer, heads 16/8, head_dim 128, page 16. Times in milliseconds: `event` between CUDA events around single calls,
+host launch time included; `gpu` of calls captured in a CUDA graph, without it. Writing a new row's K/V to its page is
+not attention and left out; what a strategy writes again (tail pages) or gathers is in. Exit codes: 0; 2."""
+
+
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefix", type=int, default=96, metavar="N", help="tokens of the prefix (default: 96)")
+    parser.add_argument("--items", default="4,4", metavar="N,N", help="tokens of each item (default: 4,4)")
+    parser.add_argument("--cached", type=int, default=0, metavar="N", help="prefix tokens that are cached (default: 0)")
+    parser.add_argument("--q-tile", type=int, default=8, metavar="N", help="query tokens of a tile (default: 8)")
+    parser.add_argument("--policy", choices=["measured", "threshold"], default="measured", help="how to choose")
+    parser.add_argument("--multi-item-max-tokens", type=int, default=64, metavar="N", help="threshold (default: 64)")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="what prefixrank calibrate wrote")
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help="JSON lines of real requests' lengths")
+    parser.add_argument("--map", type=Path, metavar="PNG", help="draw the choice over prefix and item lengths")
+    parser.add_argument("--json", action="store_true", help="write JSON")
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=Path("calibration.json"), metavar="FILE", help="what to write")
+    parser.add_argument("--seconds", type=float, default=50.0, metavar="X", help="how long to measure (default: 50)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="take the heads from this checkpoint's config.json")
+    parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads of a layer (default: 16)")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="key/value heads (default: 8)")
+    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="default: bfloat16")
+
+
+def add_bench_attention(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=Path("bench-attention"), metavar="DIR", help="where rows go")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the rows")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="what prefixrank calibrate wrote")
+
+
+def explain(args: argparse.Namespace) -> int:
+    from scorer.explain import run
+
+    return run(args)
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    from scorer.calibrate import run
+
+    return run(args)
+
+
+def bench_attention(args: argparse.Namespace) -> int:
+    from loadtest.bench_attention import run
+
+    return run(args)

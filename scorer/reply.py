@@ -1,0 +1,152 @@
+"""The answers on the wire, built from what tokenisation and batcher give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from attention.plans import Strategy
+from batching.types import RequestScores, Scored
+from prefixrank.v1 import scorer_pb2 as pb
+from scorer.heads import Kind, Verdict, verdict
+from scorer.tokenized import DocumentTokens, Label, Tokenized
+
+if TYPE_CHECKING:
+    from scorer.runtime import Runtime
+
+
+def document_results(
+    request: pb.ScoreRequest, tokenized: Tokenized, scores: RequestScores | None, kind: Kind
+) -> list[pb.DocumentResult]:
+    """One result a document, in the request's order."""
+    score_kind = _score_kind(kind, tokenized.labels)
+    results = []
+    for document in tokenized.documents:
+        result = _unscored(document)
+        if scores is not None and document.item is not None:
+            scored = scores.scored[document.item]
+            result.strategy = _strategy(scored.strategy)
+            _fill(result, verdict(scored, kind), tokenized.labels, request.options.outputs)
+            if result.status == pb.DOCUMENT_STATUS_OK:
+                result.score_kind = score_kind
+        results.append(result)
+    return results
+
+
+def _unscored(document: DocumentTokens) -> pb.DocumentResult:
+    return pb.DocumentResult(
+        id=document.id,
+        index=document.index,
+        status=pb.DocumentStatus.Value(f"DOCUMENT_STATUS_{document.status.upper()}"),
+        message=document.message,
+        tokens=document.tokens,
+        document_tokens=document.document_tokens,
+        original_document_tokens=document.original_document_tokens,
+        truncated=document.truncated,
+    )
+
+
+def _fill(result: pb.DocumentResult, given: Verdict, labels: Sequence[Label], outputs: pb.OutputOptions) -> None:
+    if not given.finite:
+        result.status = pb.DOCUMENT_STATUS_NUMERIC_ERROR
+        result.message = "the model gave NaN or infinity for this document"
+        return
+    assert given.score is not None, "a finite verdict has a score"
+    result.score = given.score
+    if given.log_odds is not None and given.probability is not None:
+        result.log_odds, result.probability = given.log_odds, given.probability
+    if outputs.label_logits or outputs.vocabulary_probabilities:
+        result.label_logits.extend(_label_scores(given, labels, outputs.vocabulary_probabilities))
+
+
+def _label_scores(given: Verdict, labels: Sequence[Label], vocabulary: bool) -> Iterable[pb.LabelScore]:
+    for i, (label, logit) in enumerate(zip(labels, given.label_logits, strict=True)):
+        probability = given.vocabulary_probabilities[i] if vocabulary else None
+        yield pb.LabelScore(label=label.text, token_id=label.token_id, logit=logit, vocabulary_probability=probability)
+
+
+def score_response(
+    request: pb.ScoreRequest,
+    runtime: Runtime,
+    tokenized: Tokenized,
+    scores: RequestScores | None,
+    results: Sequence[pb.DocumentResult],
+) -> pb.ScoreResponse:
+    """The reply but for its own timings."""
+    response = pb.ScoreResponse(
+        request_id=request.request_id,
+        results=_best(results, request.options.top_n) if request.options.top_n else results,
+        usage=_usage(tokenized, scores, results),
+        model=runtime.info.model,
+        profile=runtime.profile.name,
+        profile_revision=runtime.profile.revision,
+    )
+    if scores is None:
+        response.strategy.reason = "no document could be scored"
+        return response
+    response.passes = scores.passes
+    response.strategy.CopyFrom(_choice(scores.scored, scores.reason))
+    response.timings.queue_seconds = scores.queue_seconds
+    response.timings.plan_seconds = scores.plan_seconds
+    response.timings.forward_seconds = scores.forward_seconds
+    return response
+
+
+def _best(results: Sequence[pb.DocumentResult], n: int) -> list[pb.DocumentResult]:
+    """The n best, best first, equal scores in the request's order. What has no score has no rank: it is left out."""
+    scored = [r for r in results if r.status == pb.DOCUMENT_STATUS_OK]
+    return sorted(scored, key=lambda r: (-r.score, r.index))[:n]
+
+
+def _choice(scored: Sequence[Scored], reason: str) -> pb.StrategyChoice:
+    counts = Counter(s.strategy for s in scored)
+    shares = [pb.StrategyShare(strategy=_strategy(s), documents=n) for s, n in sorted(counts.items())]
+    return pb.StrategyChoice(shares=shares, reason=reason)
+
+
+def _usage(tokenized: Tokenized, scores: RequestScores | None, results: Sequence[pb.DocumentResult]) -> pb.Usage:
+    """Computed and saved add up to what scoring one document at a time would have computed."""
+    items = [r.tokens for r in results if r.status == pb.DOCUMENT_STATUS_OK]
+    alone = len(items) * tokenized.prefix_tokens + sum(items)
+    computed = 0 if scores is None else scores.computed_tokens
+    return pb.Usage(
+        prefix_tokens=tokenized.prefix_tokens,
+        cached_prefix_tokens=0 if scores is None else scores.cached_prefix_tokens,
+        item_tokens=sum(items),
+        computed_tokens=computed,
+        # Documents that were computed and gave no number are computed tokens that nobody would call saved.
+        saved_tokens=max(0, alone - computed),
+    )
+
+
+def model_info(runtime: Runtime, version: str) -> pb.GetModelInfoResponse:
+    """What is served."""
+    info, profile, limits = runtime.info, runtime.profile, runtime.limits
+    labels = runtime.tokenization.labels
+    return pb.GetModelInfoResponse(
+        model=info.model,
+        architecture=info.architecture,
+        dtype=info.dtype,
+        device=info.device,
+        profile=profile.name,
+        profile_revision=profile.revision,
+        profile_verified=profile.verified,
+        score_kind=_score_kind(profile.kind, labels),
+        labels=[pb.LabelInfo(text=x.text, token_id=x.token_id, positive=i == 0) for i, x in enumerate(labels)],
+        limits=pb.Limits(**{name: getattr(limits, name) for name in pb.Limits.DESCRIPTOR.fields_by_name}),
+        strategies=[_strategy(s) for s in info.strategies],
+        backend=info.backend,
+        version=version,
+        vocabulary_size=info.vocabulary_size,
+    )
+
+
+def _score_kind(kind: Kind, labels: Sequence[Label]) -> pb.ScoreKind.ValueType:
+    if kind == "query_likelihood":
+        return pb.SCORE_KIND_MEAN_LOG_PROBABILITY
+    return pb.SCORE_KIND_LOG_ODDS if len(labels) == 2 else pb.SCORE_KIND_LABEL_LOGIT
+
+
+def _strategy(strategy: Strategy) -> pb.Strategy.ValueType:
+    return pb.Strategy.Value(f"STRATEGY_{strategy.name}")

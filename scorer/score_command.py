@@ -1,0 +1,248 @@
+"""`prefixrank score`: texts or lines in, tables or JSON lines out, with the model in this process or on a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from scorer.config import Config
+from scorer.errors import ConfigError
+from scorer.flags import MODEL_SETTINGS, add_settings, config_of, given_flags
+
+if TYPE_CHECKING:
+    from prefixrank.v1 import scorer_pb2 as pb
+
+    Score = Callable[[pb.ScoreRequest], pb.ScoreResponse]
+    Show = Callable[[pb.ScoreRequest, pb.ScoreResponse], None]
+
+EXAMPLE = """example:
+  prefixrank score "capital of France" "Paris is the capital." "Bananas are yellow."
+  prefixrank score --target localhost:50051 --query "capital of France" < one-document-a-line.txt
+  prefixrank score --json --input requests.jsonl > scores.jsonl
+
+A JSON line is {"query": "...", "documents": ["...", {"id": "a", "text": "..."}]} with, if wanted, "instruction" and
+"request_id". Without --target the model runs in this process. Scores are natural-log odds under a profile with two
+labels; lengths are in tokens, times in seconds.
+Exit codes: 0 every request answered; 1 a line or a request failed, the others are answered; 2 could not begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to score, or what is wrong with the line it should have come from."""
+
+    where: str
+    request: pb.ScoreRequest | None
+    problem: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments and the settings of the model."""
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="the query, then its documents")
+    parser.add_argument("--query", help="the query; the documents are then lines of --input")
+    parser.add_argument("--input", metavar="FILE", help="JSON lines, or with --query documents (default: stdin)")
+    parser.add_argument("--json", action="store_true", help="write one JSON object a request instead of tables")
+    parser.add_argument("--target", metavar="HOST:PORT", help="a running server (default: the model in this process)")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of each request (default: 60)")
+    parser.add_argument("--instruction", help="instead of the profile's own")
+    parser.add_argument("--top-n", type=int, default=0, metavar="N", help="only the best N, sorted (default: all)")
+    parser.add_argument(
+        "--max-tokens-per-document",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cuts longer ones (default: the profile's)",
+    )
+    parser.add_argument("--truncation", default="right", choices=["right", "left", "none"], help="the side to cut")
+    parser.add_argument("--strategy", default="auto", metavar="NAME", help="such as multi_item (default: auto)")
+    add_settings(parser, MODEL_SETTINGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Scores what is asked for; 1 where a line or a request failed."""
+    _refuse_combinations(args)
+    config = None if args.target else config_of(args)
+    with ExitStack() as stack:
+        jobs = _jobs(args, stack)
+        score = stack.enter_context(_remote(args) if config is None else _local(config, args.timeout))
+        return _score_all(jobs, score, _show_json if args.json else _show_table())
+
+
+def _refuse_combinations(args: argparse.Namespace) -> None:
+    refuse = args.parser.error
+    if args.texts and (args.query is not None or args.input is not None):
+        refuse("give the texts as arguments, or --query and --input, not both")
+    if len(args.texts) == 1:
+        refuse("a query alone: give its documents as well, or use --query and give them a line each")
+    if args.target and (given_flags(args) or args.config):
+        refuse("settings are for a model in this process; with --target the server has its own")
+    if not args.texts and args.input is None and sys.stdin.isatty():
+        refuse("nothing to score: give texts, --input, or lines on standard input")
+
+
+def _jobs(args: argparse.Namespace, stack: ExitStack) -> Iterable[Job]:
+    """What is to be scored. Lines are read as they are needed, from a file that `stack` closes."""
+    options = _request_options(args)
+    if args.texts:
+        query, *documents = args.texts
+        return [_job("the arguments", partial(_request, query, documents, options))]
+    lines = _open(args.input, stack)
+    if args.query is not None:
+        documents = [line for line in map(_decoded, lines) if line.strip()]
+        return [_job(args.input or "standard input", partial(_request, args.query, documents, options))]
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    return (_job(f"line {number}", partial(_json_request, line, options)) for number, line in numbered)
+
+
+def _open(name: str | None, stack: ExitStack) -> BinaryIO:
+    if name is None or name == "-":
+        return sys.stdin.buffer
+    try:
+        return stack.enter_context(open(name, "rb"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from None
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\r\n")
+
+
+def _job(where: str, build: Callable[[], pb.ScoreRequest]) -> Job:
+    try:
+        return Job(where, build())
+    except ValueError as error:
+        return Job(where, None, str(error))
+
+
+def _request_options(args: argparse.Namespace) -> dict[str, Any]:
+    from prefixrank.v1 import scorer_pb2 as pb
+
+    strategy = "UNSPECIFIED" if args.strategy == "auto" else args.strategy.upper()
+    if f"STRATEGY_{strategy}" not in pb.Strategy.keys():  # noqa: SIM118  an enum's wrapper is no mapping
+        args.parser.error(f"unknown strategy {args.strategy}")
+    return {
+        "instruction": args.instruction,
+        "top_n": args.top_n,
+        "max_tokens_per_document": args.max_tokens_per_document,
+        "truncation": pb.Truncation.Value(f"TRUNCATION_{args.truncation.upper()}"),
+        "strategy": pb.Strategy.Value(f"STRATEGY_{strategy}"),
+    }
+
+
+def _request(query: str, documents: Sequence[str], options: Mapping[str, Any]) -> pb.ScoreRequest:
+    from scorer.client import build_request
+
+    return build_request(query, documents, **options)
+
+
+def _json_request(line: bytes, options: Mapping[str, Any]) -> pb.ScoreRequest:
+    """The request of one JSON line. Raises ValueError saying what is wrong with it."""
+    given = json.loads(line)
+    if not isinstance(given, dict) or not isinstance(given.get("query"), str):
+        raise ValueError('expected an object with "query" and "documents"')
+    documents = given.get("documents")
+    if not isinstance(documents, list):
+        raise ValueError('"documents" is not a list')
+    unknown = given.keys() - {"query", "documents", "instruction", "request_id"}
+    if unknown:
+        raise ValueError(f"unknown keys {sorted(unknown)}")
+    own = {key: given[key] for key in ("instruction", "request_id") if key in given}
+    if not all(isinstance(value, str) for value in own.values()):
+        raise ValueError('"instruction" and "request_id" are strings')
+    pairs = [_document(i, document) for i, document in enumerate(documents)]
+    ids, texts = [id for id, _ in pairs], [text for _, text in pairs]
+    return _request(given["query"], texts, {**options, **own, "ids": ids})
+
+
+def _document(index: int, given: object) -> tuple[str, str]:
+    if isinstance(given, str):
+        return "", given
+    if isinstance(given, dict) and {"text"} <= given.keys() <= {"id", "text"}:
+        id, text = given.get("id", ""), given["text"]
+        if isinstance(id, str) and isinstance(text, str):
+            return id, text
+    raise ValueError(f'documents[{index}] is neither a string nor {{"id": "...", "text": "..."}}')
+
+
+@contextmanager
+def _remote(args: argparse.Namespace) -> Iterator[Score]:
+    from scorer.client import ScorerClient
+
+    with ScorerClient(args.target) as client:
+        yield lambda request: client.score_request(request, args.timeout)
+
+
+@contextmanager
+def _local(config: Config, timeout: float) -> Iterator[Score]:
+    """The service itself, without the wire."""
+    from rich.console import Console
+
+    from scorer.client import ScorerError
+    from scorer.metrics import Metrics
+    from scorer.refusal import STATUS_CODES
+    from scorer.server import load_runtime
+    from scorer.service import ScorerService
+
+    with Console(stderr=True).status("loading and checking the model"):
+        runtime = load_runtime(config)
+    service = ScorerService(Metrics("local"), "local")
+    service.serve(runtime)
+
+    def score(request: pb.ScoreRequest) -> pb.ScoreResponse:
+        try:
+            return runner.run(service.score(request, time.monotonic() + timeout))
+        except tuple(STATUS_CODES) as error:
+            raise ScorerError(STATUS_CODES[type(error)], str(error)) from None
+
+    with asyncio.Runner() as runner:
+        try:
+            yield score
+        finally:
+            runner.run(runtime.batcher.drain())
+            service.close()
+            runtime.close()
+
+
+def _score_all(jobs: Iterable[Job], score: Score, show: Show) -> int:
+    """Scores one job after another. What is wrong with one is told, and the others go on."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from scorer.client import ScorerError
+
+    console = Console(stderr=True)
+    long = console.is_terminal and not isinstance(jobs, list)
+    failed = False
+    # A bar on standard error must not take standard output with it when that goes to a file.
+    with Progress(console=console, disable=not long, transient=True, redirect_stdout=sys.stdout.isatty()) as progress:
+        for job in progress.track(jobs, total=None, description="scoring"):
+            try:
+                if job.request is None:
+                    raise ValueError(job.problem)
+                show(job.request, score(job.request))
+            except (ValueError, ScorerError) as error:
+                failed = True
+                console.print(f"{job.where}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return int(failed)
+
+
+def _show_json(request: pb.ScoreRequest, response: pb.ScoreResponse) -> None:
+    from google.protobuf.json_format import MessageToDict
+
+    given = MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    # Protobuf's JSON makes strings of 64-bit numbers.
+    given["usage"] = {name: int(value) for name, value in given["usage"].items()}
+    print(json.dumps(given, ensure_ascii=False), flush=True)
+
+
+def _show_table() -> Show:
+    from scorer.demo import output, show_ranking
+
+    return partial(show_ranking, output())

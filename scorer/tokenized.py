@@ -1,0 +1,64 @@
+"""What a request is before any model sees it: its ids, its labels, and a verdict on each document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from batching.types import TokenizedRequest
+
+
+class Status(StrEnum):
+    """What happened to a document: the proto's DocumentStatus, without its prefix and in lower case."""
+
+    OK = "ok"
+    EMPTY = "empty"
+    TOO_LONG = "too_long"
+    NUMERIC_ERROR = "numeric_error"
+    DEADLINE = "deadline"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A text and the one token it is."""
+
+    text: str
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentTokens:
+    """What became of one document before any model saw it.
+
+    index                     position in the request
+    tokens                    of the whole item, template included; 0 where it is not scored
+    document_tokens           of the document as scored, template not counted
+    original_document_tokens  before it was cut
+    item                      index into the TokenizedRequest's items; None where it is not scored
+    """
+
+    id: str
+    index: int
+    status: Status
+    message: str
+    tokens: int
+    document_tokens: int
+    original_document_tokens: int
+    truncated: bool
+    item: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokenized:
+    """A request in ids.
+
+    request    None where no document can be scored
+    documents  one for each of the request's, in its order
+    labels     the positive one first; empty for query likelihood
+    """
+
+    request: TokenizedRequest | None
+    documents: tuple[DocumentTokens, ...]
+    labels: tuple[Label, ...]
+    prefix_tokens: int
