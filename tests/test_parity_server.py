@@ -1,31 +1,39 @@
-"""The largest legal request through a real server process, and `prefixrank verify` on small checkpoints."""
+"""The largest legal request through a real server process, several passes over kept prefixes, query likelihood, and
+`prefixrank verify` on small checkpoints."""
 
+import asyncio
 import re
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attention import planner as planning
 from attention.plans import Strategy
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.__main__ import main
-from scorer.client import ScorerClient, build_request
+from scorer.client import AsyncScorerClient, ScorerClient, build_request
 from scorer.config import Config
 from scorer.demo import LOOPBACK_OPTIONS, Server
 from scorer.engine import Engine
 from scorer.errors import ModelError
+from scorer.profile import load_profile
 from scorer.runtime import Runtime
-from scorer.selfcheck import TOLERANCE, alone_all, check_packing, deviation
+from scorer.selfcheck import TOLERANCE, alone_all, deviation
 from scorer.server import SERVICE
 from scorer.verify import deviations
+from tests.scorer.test_service import served
 from tests.tiny import tiny_model_dir
 
 WORDS = [
@@ -59,6 +67,45 @@ def qwen3(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@contextmanager
+def started(directory, profile, **settings):
+    """A client of a server in this process, which serves on a thread of its own."""
+    config = {"model": str(directory), "profile": profile, "threads": 1, **settings}
+    runtime = Runtime.load(Config.read(config, environ={}))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def there(work):
+        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+
+    stack = AsyncExitStack()
+    try:
+        at = there(stack.enter_async_context(served(runtime)))
+        yield Remote(there, at.client)
+    finally:
+        there(stack.aclose())
+        there(runtime.batcher.drain())
+        runtime.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@dataclass(frozen=True)
+class Remote:
+    """An asyncio client on another thread's loop, called from any thread."""
+
+    there: Callable[[Coroutine], object]
+    client: AsyncScorerClient
+
+    def score_request(self, request):
+        return self.there(self.client.score_request(request))
+
+    def score(self, query, documents, **options):
+        return self.there(self.client.score(query, documents, **options))
 
 
 # ---------------------------------------------------------------- a thousand documents of four kilobytes
@@ -137,6 +184,81 @@ def test_a_thousand_documents_of_four_kilobytes(qwen3):
     assert code == 0
 
 
+# ---------------------------------------------------------------- several passes over kept prefixes
+
+
+@pytest.fixture(params=[{}, {"cache_tokens": 64}, {"cache_tokens": 64, "page_size": 1}, {"cache_tokens": 0}], ids=str)
+def keeping(request, qwen3):
+    """A server that keeps this much of the prefixes between passes, and passes of 300 tokens."""
+    settings = {"max_pass_tokens": 300, **request.param}
+    with started(qwen3, "instruct", **settings) as client:
+        yield client
+
+
+def seeded(number, tokens):
+    return np.random.default_rng(number).integers(3, 500, tokens).tolist()
+
+
+def whole_items(prefix, items):
+    """A request for token ids, the same for the same numbers."""
+    return pb.ScoreRequest(
+        token_ids=pb.TokenIds(ids=seeded(prefix, prefix)),
+        documents=[pb.Document(token_ids=pb.TokenIds(ids=seeded([prefix, n], 20 + n))) for n in items],
+    )
+
+
+@pytest.mark.parametrize("prefix", [7, 45, 200, 1100])  # the last fills more than 64 pages
+def test_later_passes_read_the_prefix_that_the_first_one_kept(keeping, prefix):
+    alone = [keeping.score_request(whole_items(prefix, [n])).results[0].score for n in range(24)]
+    response = keeping.score_request(whole_items(prefix, range(24)))
+    assert response.passes > 2
+    assert np.ptp(alone) > 0.5
+    assert [r.score for r in response.results] == pytest.approx(alone, abs=1e-4)
+
+
+def test_concurrent_requests_of_several_passes_keep_their_own_prefixes(keeping):
+    prefixes = range(30, 130, 5)
+    alone = {p: [keeping.score_request(whole_items(p, [n])).results[0].score for n in (0, 11, 23)] for p in prefixes}
+    with ThreadPoolExecutor(len(prefixes)) as pool:
+        responses = list(pool.map(lambda p: keeping.score_request(whole_items(p, range(24))), prefixes))
+    assert all(response.passes > 2 for response in responses)
+    for prefix, response in zip(prefixes, responses, strict=True):
+        assert [response.results[n].score for n in (0, 11, 23)] == pytest.approx(alone[prefix], abs=1e-4)
+
+
+# ---------------------------------------------------------------- query likelihood
+
+
+@pytest.mark.parametrize("query", ["what is the capital", "q", "🙂 中文 7", "Paris, France"])
+def test_query_likelihood_is_the_mean_of_transformers_log_probabilities(likelihood, llama, query):
+    documents = ["The capital of France is Paris.", "bananas 🙂 中文", "x", "a list:\n\n- one\n- two"]
+    expected = [mean_log_probability(llama, query, document) for document in documents]
+    assert np.ptp(expected) > 0.1
+    for strategy in pb.Strategy.values():
+        results = likelihood.score(query, documents, strategy=strategy).results
+        assert {r.score_kind for r in results} == {pb.SCORE_KIND_MEAN_LOG_PROBABILITY}
+        assert [r.score for r in results] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def likelihood(llama):
+    with started(llama, "smollm2-query-likelihood") as client:
+        yield client
+
+
+@torch.no_grad()
+def mean_log_probability(directory, query, document):
+    """Of the query behind prefix and document, by transformers alone; which tokens are the query is told by offsets."""
+    profile = load_profile("smollm2-query-likelihood")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    before = (profile.prefix + profile.item).replace("{document}", document).removesuffix("{query}")
+    encoded = AutoTokenizer.from_pretrained(directory)(before + query, return_offsets_mapping=True)
+    ids = torch.tensor(encoded.input_ids)
+    own = [i for i, (_, end) in enumerate(encoded.offset_mapping) if end > len(before)]
+    log_probabilities = model(ids[None]).logits[0].log_softmax(-1)
+    return float(np.mean([log_probabilities[i - 1, ids[i]] for i in own]))
+
+
 # ---------------------------------------------------------------- verify
 
 
@@ -190,9 +312,10 @@ def test_verify_finds_the_strategies_that_are_planned_wrong(qwen3):
     runtime = Runtime.load(Config.read({"model": str(qwen3), "profile": "instruct"}, environ={}))
     engine = Engine(runtime.engine.model, runtime.engine.attention, 16, 1024, broken_planner)
     try:
-        found, refused = deviations(replace(runtime, engine=engine))
+        broken = replace(runtime, engine=engine)
+        found, refused = deviations(broken)
         with pytest.raises(ModelError, match="multi_item differs from transformers one document at a time by"):
-            check_packing(engine, runtime.tokenization, runtime.profile.kind, None)
+            broken.check()
     finally:
         engine.close()
         runtime.close()

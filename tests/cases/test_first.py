@@ -208,7 +208,7 @@ def tiny(model_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory):
-    """The embedded model, whose scores mean something. Its start's proofs, half a minute, run in test_readme's server."""
+    """The embedded model, whose scores mean something. Its start is proved in the server of test_readme."""
     with live(embedded_model(), "smollm2", tmp_path_factory.mktemp("profile"), check=False) as made:
         yield made
 
@@ -651,7 +651,7 @@ def test_nan_in_all_weights_refuses_the_start(model_dir, tmp_path):
     sick = tiny_model_dir(tmp_path / "sick")
     weights = {name: torch.full_like(value, math.nan) for name, value in load_file(sick / "model.safetensors").items()}
     save_file(weights, sick / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"gives 16 of 16 samples no finite score"), live(sick, PROFILE, tmp_path):
+    with pytest.raises(ModelError, match=r"gives (\d+) of \1 samples no finite score"), live(sick, PROFILE, tmp_path):
         pass
 
 
