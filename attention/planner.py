@@ -67,7 +67,10 @@ def plan_visibility(layout: Layout, seen: NDArray[np.bool_], page_size: int) -> 
     if not seen.any(axis=1).all():
         raise LayoutError("every row must see at least one token, itself if nothing else")
     draft = Draft(layout, Pages.scratch(layout, page_size), None, PACKED_ROWS)
-    return draft.finish([_dense(draft, layout.trees, seen)], [], 0.0)
+    rows = [ranges(layout.row_start[tree], np.diff(layout.row_start)[tree]) for tree in layout.trees]
+    tokens = [ranges(layout.token_start[tree], layout.length[tree]) for tree in layout.trees]
+    of_trees = [seen[np.ix_(r, t)] for r, t in zip(rows, tokens, strict=True)]
+    return draft.finish([_dense(draft, layout.trees, of_trees)], [], 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -336,10 +339,12 @@ def _custom_mask(draft: Draft, leaves: Ints) -> Made:
     trees = tuple(tree for tree in layout.trees if np.isin(tree, leaves).any())
     if len(leaves) != sum(layout.is_leaf[tree].sum() for tree in trees):
         raise LayoutError("custom_mask and reference compute whole trees: give them every leaf of a request")
-    return [_dense(draft, trees, visible(layout, draft.window(leaves)))], []
+    window = draft.window(leaves)
+    return [_dense(draft, trees, [visible(layout, window, tree) for tree in trees])], []
 
 
-def _dense(draft: Draft, trees: Sequence[Ints], seen: NDArray[np.bool_]) -> Launch:
+def _dense(draft: Draft, trees: Sequence[Ints], seen: Sequence[NDArray[np.bool_]]) -> Launch:
+    """seen: the [rows, tokens] matrix of each tree."""
     layout, size = draft.layout, draft.page_size
     rows = [ranges(layout.row_start[tree], np.diff(layout.row_start)[tree]) for tree in trees]
     tokens = [ranges(layout.token_start[tree], layout.length[tree]) for tree in trees]
@@ -349,13 +354,12 @@ def _dense(draft: Draft, trees: Sequence[Ints], seen: NDArray[np.bool_]) -> Laun
         paged_kv_indices=np.concatenate(tables),
         paged_kv_last_page_len=np.array([(len(t) - 1) % size + 1 for t in tokens], np.int32),
     )
-    masks = [seen[np.ix_(r, t)].ravel() for r, t in zip(rows, tokens, strict=True)]
     return Launch(
         mask=MaskKind.CUSTOM,
         q_rows=np.concatenate(rows),
         qo_indptr=indptr([len(r) for r in rows]),
         kv=kv,
-        custom_mask=np.concatenate(masks),
+        custom_mask=np.concatenate([matrix.ravel() for matrix in seen]),
     )
 
 

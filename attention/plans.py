@@ -40,6 +40,10 @@ WINDOWLESS = frozenset({Strategy.CASCADE, Strategy.CASCADE_CONTIGUOUS, Strategy.
 ITEM_LIMITED = frozenset({Strategy.MULTI_ITEM, Strategy.PACKED_MULTI_ITEM})
 
 
+# Their masks take rows x tokens.
+DENSE = frozenset({Strategy.CUSTOM_MASK, Strategy.REFERENCE})
+
+
 class MaskKind(StrEnum):
     """What a launch's kernel masks. NONE masks nothing; CUSTOM brings its matrix; the others follow from the arrays."""
 

@@ -33,8 +33,9 @@ class Residency:
         place = np.empty(layout.tokens, np.int32)
         place[cached] = np.arange(len(cached))
         place[layout.row_tokens] = len(cached) + np.arange(layout.rows)
-        copied = plan.copy_to < pages.first_scratch
-        stored = plan.append_slots < pages.first_scratch
+        first_scratch_slot = pages.first_scratch * pages.page_size
+        copied = plan.copy_to < first_scratch_slot
+        stored = plan.append_slots < first_scratch_slot
         return cls(
             place=place,
             cached_slots=_cached_slots(layout, pages),

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention.cost import PACKED_ROWS
-from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, Strategy
+from attention.plans import DENSE, ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, Strategy
 from attention.timing import CANDIDATES, TimeModel
 from batching.types import Item, TokenizedRequest
+
+DENSE_TOKENS = 4096  # of a request under a dense mask, whose memory grows with their square
 
 
 class StrategyError(ValueError):
@@ -68,6 +70,8 @@ def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy, cac
     """
     prefix, window = len(request.prefix), policy.window
     if request.strategy is not None:
+        if request.strategy in DENSE and (tokens := prefix + sum(len(item.ids) for item in items)) > DENSE_TOKENS:
+            raise StrategyError(f"{request.strategy} takes requests of up to {DENSE_TOKENS} tokens, got {tokens}")
         refuse(request.strategy, prefix, max(len(item.ids) for item in items), window)
         return Choice((request.strategy,) * len(items), f"asked for: {request.strategy}")
     if isinstance(policy, Measured):

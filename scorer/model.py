@@ -187,18 +187,32 @@ def load_model(source: str, dtype: str, device: str, allow_download: bool) -> Sc
         place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     elif path.is_dir():
         place = {"pretrained_model_name_or_path": str(path)}
+    common: dict[str, Any] = {"local_files_only": not allow_download, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(**place, local_files_only=not allow_download)
-        model = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(**place, **common)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             **place,
+            **common,
             dtype=_dtype(dtype, where, config),
             attn_implementation=ATTENTION_NAME,
-            local_files_only=not allow_download,
-            trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelError(f"model {source!r} does not load: {str(error).strip().splitlines()[0][:300]}") from error
-    return ScoringModel(_untyped(model, "to")(where), path.name if path.exists() else source)
+    except Exception as error:
+        raise ModelError(f"model {source!r} does not load: {_reason(error)}") from error
+    model, told = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    if missing := sorted(told["missing_keys"]):
+        raise ModelError(f"model {source!r} lacks {len(missing)} tensors, such as {missing[0]}: scores would be random")
+    try:
+        model = _untyped(model, "to")(where)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"model {source!r} cannot go to {where}: {_reason(error)}") from None
+    return ScoringModel(model, path.name if path.exists() else source)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what a library says, with the kind of error where that alone says nothing."""
+    line = (str(error).strip().splitlines() or [""])[0][:300]
+    return line if len(line.split()) > 2 else f"{type(error).__name__} {line}".strip()
 
 
 def _dtype(name: str, device: str, config: Any) -> torch.dtype:
@@ -235,8 +249,11 @@ def _probe(decoder: Callable[..., Any], architecture: str, model: PreTrainedMode
     try:
         one = _hidden(decoder, torch.tensor([1, 2, 3, 4], device=device), positions, silent)
         two = _hidden(decoder, torch.tensor([5, 6, 7, 4], device=device), positions, silent)
-    except TypeError as error:
-        raise ModelError(f"{architecture} does not pass arguments on to its attention: {error}") from error
+    except Exception as error:
+        raise ModelError(
+            f"{architecture} cannot be run through transformers' AttentionInterface with a plan ({_reason(error)}), "
+            "so no strategy here can pack it"
+        ) from error
     layers = int(model.config.get_text_config().num_hidden_layers)
     if len(seen) != layers:
         missing = sorted(set(range(layers)) - set(seen))

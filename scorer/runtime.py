@@ -63,7 +63,7 @@ class Runtime:
         if config.threads:
             torch.set_num_threads(config.threads)
         profile = _profile(config)
-        source = str(embedded_model()) if config.model == EMBEDDED else config.model
+        source = str(embedded_model()) if config.model == EMBEDDED else str(Path(config.model).expanduser())
         model = load_model(source, config.dtype, config.device, config.allow_download)
         if model.context_note:
             log.warning("%s", model.context_note)
@@ -77,7 +77,7 @@ class Runtime:
         return cls(
             config=config,
             profile=profile,
-            tokenization=Tokenization(load_tokenizer(Path(source)), profile, limits),
+            tokenization=Tokenization(load_tokenizer(source, config.allow_download), profile, limits),
             engine=engine,
             batcher=Batcher(
                 engine.execute,

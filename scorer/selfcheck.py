@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ from batching.select import Policy, may_take
 from batching.types import Item, Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.engine import Engine
-from scorer.errors import ModelError, ProfileError
+from scorer.errors import InvalidRequest, ModelError, ProfileError
 from scorer.heads import Kind, verdict
 from scorer.model import ScoringModel
 
@@ -58,14 +58,21 @@ def sample_requests(
     tokenization: Tokenization, queries: Sequence[str] = QUERIES, documents: Sequence[str] = DOCUMENTS
 ) -> list[TokenizedRequest]:
     """A few queries with short and long, plain and awkward documents, cut to what the profile takes."""
-    made = []
-    for query in queries:
-        request = pb.ScoreRequest(query=pb.QueryPrefix(text=query))
-        request.documents.extend(pb.Document(text=text) for text in documents)
-        tokenized = tokenization.tokenize(request).request
-        assert tokenized is not None, "the samples have text"
-        made.append(tokenized)
-    return made
+    return [made for query in queries if (made := _sample(tokenization, query, documents)) is not None]
+
+
+def _sample(tokenization: Tokenization, query: str, documents: Sequence[str]) -> TokenizedRequest | None:
+    """The documents that the limits let through behind one query, asked for one by one: some limits are small."""
+    found: list[TokenizedRequest] = []
+    for text in documents:
+        request = pb.ScoreRequest(query=pb.QueryPrefix(text=query), documents=[pb.Document(text=text)])
+        try:
+            tokenized = tokenization.tokenize(request).request
+        except InvalidRequest:
+            continue
+        if tokenized is not None:
+            found.append(tokenized)
+    return replace(found[0], items=tuple(one.items[0] for one in found)) if found else None
 
 
 def alone(model: ScoringModel, request: TokenizedRequest, item: Item) -> Scored:
@@ -115,6 +122,8 @@ def check_packing(
     """Every strategy that AUTO may take, on samples. Raises ModelError where one is off or scores are constant."""
     allowed = TOLERANCE[engine.model.dtype] if tolerance is None else tolerance
     samples = sample_requests(tokenization, QUERIES[:1], START_DOCUMENTS)
+    if not samples:
+        raise ModelError("the limits let none of the start's sample documents through: raise max_context_tokens")
     requests = [(request, alone_all(engine.model, request)) for request in samples]
     _refuse_constant([scored for _, expected in requests for scored in expected], kind)
     strategies = [s for s in may_take(policy) if s not in WINDOWLESS or policy.window is None]

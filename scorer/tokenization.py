@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -38,15 +39,22 @@ _STRATEGIES = {
 _PRIORITIES = {pb.PRIORITY_UNSPECIFIED: 0, pb.PRIORITY_LOW: -1, pb.PRIORITY_NORMAL: 0, pb.PRIORITY_HIGH: 1}
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a checkpoint: a directory, or a .gguf file. Never goes to the network. Raises ModelError."""
-    place = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+def load_tokenizer(source: str | Path, allow_download: bool = False) -> PreTrainedTokenizerFast:
+    """The tokenizer of a checkpoint: a directory, a .gguf file or, if allowed, a repository of the hub.
+
+    Raises ModelError.
+    """
+    path = Path(source)
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(source)}
+    if path.is_file():
+        place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place[0], local_files_only=True, **place[1])
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{path} has no tokenizer that transformers can load: {error}") from error
+        tokenizer = AutoTokenizer.from_pretrained(**place, local_files_only=not allow_download, trust_remote_code=False)
+    except Exception as error:  # what a damaged tokenizer raises is not ours to list
+        raise ModelError(f"{source} has no tokenizer that transformers can load: {error!r}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelError(f"the tokenizer of {path} is a {type(tokenizer).__name__}; it needs one with a tokenizer.json")
+        kind = type(tokenizer).__name__
+        raise ModelError(f"the tokenizer of {source} is a {kind}; it needs one with a tokenizer.json")
     return tokenizer
 
 

@@ -15,6 +15,7 @@ from batching.select import StrategyError, choose
 from batching.types import Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.config import Config
+from scorer.errors import ConfigError
 from scorer.profile import record_golden
 from scorer.runtime import Runtime
 from scorer.selfcheck import (
@@ -96,7 +97,10 @@ def _record(runtime: Runtime, path: Path) -> None:
     pairs = [(query, document) for query in QUERIES for document in DOCUMENTS[:4]]
     scores = golden_scores(runtime.engine, runtime.tokenization, pairs, runtime.profile.kind)
     triples = [(query, document, round(score, 5)) for (query, document), score in zip(pairs, scores, strict=True)]
-    record_golden(path, runtime.profile, triples)
+    try:
+        record_golden(path, runtime.profile, triples)
+    except OSError as error:
+        raise ConfigError(f"--record {path}: {error.strerror}") from None
 
 
 def transformers_alone(runtime: Runtime, request: pb.ScoreRequest) -> tuple[list[Scored], float]:
