@@ -18,7 +18,7 @@ from attention.kv_pages import KvPages
 from attention.layout import Layout, Segment
 from attention.planner import plan
 from attention.plans import HeadShape, Launch, Pages, Plan, RaggedKv, Strategy
-from attention.timing import CANDIDATES, PACKINGS, Fit, Machine, Reals, TimeModel, features, kind_of
+from attention.timing import CANDIDATES, ENOUGH, PACKINGS, Fit, Machine, Reals, TimeModel, features, fits_for, kind_of
 
 PAGE_SIZE = 16
 KEPT_PAGES = 1024
@@ -161,13 +161,15 @@ def calibrate(
             break
         for shape, launch, planned in distinct_launches(point):
             for kernel in Kernel:
-                row = features(shape, kernel.value, heads, machine.processors)
-                measured = (row, bench.launch(launch, planned, kernel))
-                samples.setdefault(f"{kernel.value}/{kind_of(shape)}", []).append(measured)
-    fits = {
-        name: Fit.of(np.stack([x for x, _ in rows]), np.array([ms for _, ms in rows])) for name, rows in samples.items()
-    }
+                measured = features(shape, kernel, heads, machine.processors), bench.launch(launch, planned, kernel)
+                for name in fits_for(shape, kernel, heads):
+                    samples.setdefault(name, []).append(measured)
+    fits = {name: _fit(rows) for name, rows in samples.items() if name.count("/") == 2 or len(rows) >= ENOUGH}
     return TimeModel(machine, heads, fits, _copy_law(bench), _merge_law(bench))
+
+
+def _fit(rows: list[tuple[Reals, float]]) -> Fit:
+    return Fit.of(np.stack([x for x, _ in rows]), np.array([ms for _, ms in rows]))
 
 
 def distinct_launches(point: Point) -> Iterator[tuple[LaunchShape, Launch, Plan]]:

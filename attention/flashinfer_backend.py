@@ -128,6 +128,7 @@ class FlashInferAttention(Attention):
             append=_Copy.of(plan.append_rows, plan.append_slots, staging),
             copy=_Copy.of(plan.copy_from, plan.copy_to, staging),
             cached_slots=staging.add(residency.cached_slots) if needs_cached else None,
+            cached_places=staging.add(np.arange(len(residency.cached_slots), dtype=np.int32)) if needs_cached else None,
         )
 
     def _planned(
@@ -378,6 +379,26 @@ class _Run:
     merge_rows: _Span | None
 
 
+class _Flat:
+    """K and V in (cached tokens, rows), put together only where a launch needs both."""
+
+    def __init__(self, cached: tuple[Tensor, Tensor] | None, rows: tuple[Tensor, Tensor]) -> None:
+        self._cached = cached
+        self._rows = rows
+
+    def take(self, span: _Span) -> tuple[Tensor, Tensor]:
+        if self._cached is None:
+            return span.take(self._rows[0]), span.take(self._rows[1])
+        count = len(self._cached[0])
+        if span.index is None and span.first + span.count <= count:
+            return span.take(self._cached[0]), span.take(self._cached[1])
+        if span.index is None and span.first >= count:
+            own = _Span(span.first - count, span.count, None)
+            return own.take(self._rows[0]), own.take(self._rows[1])
+        k, v = (torch.cat([old, new]) for old, new in zip(self._cached, self._rows, strict=True))
+        return span.take(k), span.take(v)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pass:
     """A plan, planned."""
@@ -386,6 +407,7 @@ class _Pass:
     append: _Copy | None
     copy: _Copy | None
     cached_slots: Tensor | None
+    cached_places: Tensor | None
 
     def run(self, kv_pages: KvPages, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         held_k, held_v = kv_pages.layer(layer, k, v)
@@ -393,7 +415,7 @@ class _Pass:
             self.append.run(k, v, held_k, held_v)
         if self.copy is not None:
             self.copy.run(held_k, held_v, held_k, held_v)
-        flat = self._joined(held_k, held_v, k, v)
+        flat = _Flat(self._cached(held_k, held_v), (k, v))
         out = torch.empty_like(q)
         states = [self._launch(run, q, (held_k, held_v), flat, out) for run in self.runs]
         for run, (values, lse) in zip(self.runs, states, strict=True):
@@ -404,22 +426,23 @@ class _Pass:
                 run.rows.put(out, values)
         return out
 
-    def _joined(self, held_k: Tensor, held_v: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V in (cached tokens, rows), for launches without pages."""
-        if self.cached_slots is None:
-            return k, v
-        cached = (torch.index_select(held.flatten(0, 1), 0, self.cached_slots) for held in (held_k, held_v))
-        return tuple(torch.cat([old, new]) for old, new in zip(cached, (k, v), strict=True))  # type: ignore[return-value]
+    def _cached(self, held_k: Tensor, held_v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The cached tokens' K and V one after the other, for launches without pages."""
+        if self.cached_slots is None or self.cached_places is None:
+            return None
+        k, v = (held.new_empty((len(self.cached_slots), *held.shape[2:])) for held in (held_k, held_v))
+        copy_rows(held_k, held_v, k, v, self.cached_slots, self.cached_places)
+        return k, v
 
     def _launch(
-        self, run: _Run, q: Tensor, paged: tuple[Tensor, Tensor], flat: tuple[Tensor, Tensor], out: Tensor
+        self, run: _Run, q: Tensor, paged: tuple[Tensor, Tensor], flat: _Flat, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """A launch's results, in place where its rows follow one another and no other launch merges there first."""
         query = run.rows.take(q)
         in_place = run.rows.index is None and run.merge_into is None
         values = run.rows.take(out) if in_place else torch.empty_like(query)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=q.device) if run.with_lse else None
-        k, v = paged if run.keys is None else (run.keys.take(flat[0]), run.keys.take(flat[1]))
+        k, v = paged if run.keys is None else flat.take(run.keys)
         first = 0
         for wrapper in run.wrappers:
             last = first + wrapper.query_rows if len(run.wrappers) > 1 else len(query)

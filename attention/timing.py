@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +30,9 @@ CANDIDATES = (
 PACKINGS = (64, 128)  # rows of a packed_multi_item request: one tile of fa2 at two query heads a group, one of fa3
 # fa2 under a custom mask, which skips nothing: 97-117 TFLOP/s over the sizes measured on an H200; not calibrated.
 DENSE_FLOPS = 1.1e14
+KERNELS = ("fa2", "fa3")
+KV_TILE = 64  # keys that a CTA takes at a time: a partial tile costs about as much as half of these
+ENOUGH = 90  # measured launches of one tile size that deserve a fit of their own
 FIELDS = ("mean", "scale", "coefficients")
 
 
@@ -55,31 +58,40 @@ def fa2_tile(shape: LaunchShape, group: int) -> int:
     return 16 if average <= 16 else 64 if average <= 64 else 128
 
 
-def features(shape: LaunchShape, kernel: str, heads: HeadShape, processors: int) -> Reals:
-    """[F] what a launch's time is fitted on: logarithms of its counts under the kernel's own tiling."""
+def tiling(shape: LaunchShape, kernel: str, heads: HeadShape) -> tuple[int, int, int, int]:
+    """(packed rows of a tile, query tokens of it, CTAs a tile needs over all heads, CTAs that share a processor)."""
     group = heads.heads // heads.kv_heads
     if kernel == "fa2":
         packed = fa2_tile(shape, group)
-        tile, columns = max(1, packed // group), heads.kv_heads
-    else:
-        packed, tile, columns = 128, 128, heads.heads
+        return packed, max(1, packed // group), heads.kv_heads, 2
+    return 128, 128, heads.heads, 1
+
+
+def features(shape: LaunchShape, kernel: str, heads: HeadShape, processors: int) -> Reals:
+    """[F] what a launch's time is fitted on: logarithms of its counts under the kernel's own tiling."""
+    packed, tile, columns, resident = tiling(shape, kernel, heads)
     tiles, scanned, _ = scans(shape, tile)
-    ctas, work = tiles * columns, scanned * columns * packed
+    ctas, slots = tiles * columns, processors * resident
+    even = (scanned + KV_TILE * tiles) * columns * packed / slots  # were the work spread evenly
     longest = float(shape.kv_lens.max())
-    waves = ctas / processors
+    waves = ctas / slots
+    # fa2 splits the keys of a launch that does not fill the machine; otherwise the longest CTA bounds it.
+    splits = kernel == "fa2" and waves < 1
+    bound = even if splits else max(even, longest * packed)
     return np.array(
         [
             np.log(len(shape.q_lens)),
             np.log(shape.rows),
             np.log(float(shape.kv_lens.sum())),
             np.log(ctas),
-            np.log(work),
+            np.log(even),
             np.log(longest),
-            np.log(max(work / processors, longest * packed)),
+            np.log(bound),
+            np.log(max(even, longest * packed) / even),
             np.log(float(shape.q_lens.max()) / float(shape.q_lens.mean())),
+            np.log(longest / float(shape.kv_lens.mean())),
             waves / np.ceil(waves),
-            float(packed == 64),
-            float(packed == 128),
+            float(waves < 1),
         ]
     )
 
@@ -119,16 +131,22 @@ def _quadratic(x: Reals) -> Reals:
 
 
 def kind_of(shape: LaunchShape) -> str:
-    """Launches of one kind share a fit."""
+    """Mask and source of keys: kernels differ in them."""
     return f"{shape.mask.value}/{'paged' if shape.paged else 'ragged'}"
+
+
+def fits_for(shape: LaunchShape, kernel: str, heads: HeadShape) -> tuple[str, ...]:
+    """Names of the fits that tell of a launch, best first: that of its very tile, and that of all tiles."""
+    name = f"{kernel}/{kind_of(shape)}"
+    return (f"{name}/{fa2_tile(shape, heads.heads // heads.kv_heads)}", name) if kernel == "fa2" else (name,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimeModel:
     """Milliseconds of launches on one machine.
 
-    fits           by "kernel/kind"
-    copy_ms        fixed and per token, of writing K/V rows to pages
+    fits           by "kernel/mask/source" and, where enough was measured, "kernel/mask/source/tile"
+    copy_ms        fixed and per token, of writing K/V rows to pages or gathering them
     merge_ms       fixed and per row, of merging two partial results
     """
 
@@ -137,37 +155,45 @@ class TimeModel:
     fits: dict[str, Fit]
     copy_ms: tuple[float, float] = (0.0, 0.0)
     merge_ms: tuple[float, float] = (0.0, 0.0)
-    kernels: tuple[str, ...] = field(default=("fa2", "fa3"))
 
     def launch(self, shape: LaunchShape) -> tuple[str, float]:
         """The faster kernel for a launch, and its milliseconds."""
         if shape.mask is MaskKind.CUSTOM:
             return "fa2", self._dense(shape)
-        kernels = [k for k in self.kernels if f"{k}/{kind_of(shape)}" in self.fits]
-        assert kernels, f"nothing was measured for {kind_of(shape)} launches"
-        times = [self._time(kernel, shape) for kernel in kernels]
-        best = int(np.argmin(times))
-        return kernels[best], times[best]
+        times = {kernel: self._time(kernel, shape) for kernel in KERNELS}
+        best = min(times, key=lambda kernel: times[kernel])
+        return best, times[best]
 
     def _dense(self, shape: LaunchShape) -> float:
         pairs = float((shape.q_lens.astype(np.int64) * shape.kv_lens).sum())
         return 0.02 + 4e3 * self.heads.heads * self.heads.head_dim * pairs / DENSE_FLOPS
 
     def _time(self, kernel: str, shape: LaunchShape) -> float:
+        names = [name for name in fits_for(shape, kernel, self.heads) if name in self.fits]
+        assert names, f"nothing was measured for {kernel} {kind_of(shape)} launches"
         x = features(shape, kernel, self.heads, self.machine.processors)
-        return float(self.fits[f"{kernel}/{kind_of(shape)}"].milliseconds(x[None])[0])
+        return float(self.fits[names[0]].milliseconds(x[None])[0])
 
     def strategy(
-        self, strategy: Strategy, prefix: int, cached: int, lengths: Ints, packed_rows: int = PACKED_ROWS
+        self,
+        strategy: Strategy,
+        prefix: int,
+        cached: int,
+        lengths: Ints,
+        packed_rows: int = PACKED_ROWS,
+        writes: bool = True,
     ) -> float:
-        """Milliseconds of one layer's attention, its copies and merges included."""
+        """Milliseconds of one layer's attention, gathers and merges included.
+
+        writes: with the time that writing the rows' K/V to pages takes, where the strategy reads pages.
+        """
         made = shapes(strategy, prefix, cached, lengths, packed_rows)
         total = sum(self.launch(shape)[1] for shape in made)
         rows = prefix - cached + int(np.sum(lengths))
         if strategy in (Strategy.CASCADE, Strategy.CASCADE_CONTIGUOUS) and prefix:
             total += self.merge_ms[0] + self.merge_ms[1] * float(np.sum(lengths))
         if strategy is not Strategy.CASCADE_CONTIGUOUS:
-            total += self.copy_ms[0] + self.copy_ms[1] * rows
+            total += self.copy_ms[0] + self.copy_ms[1] * rows if writes else 0.0
         elif cached:
             total += self.copy_ms[0] + self.copy_ms[1] * prefix
         return total

@@ -137,7 +137,7 @@ def measure(rows_file: Path, rates_file: Path, calibration: Path | None) -> None
                 rigs.clear()
                 rigs[dtype] = Rig(dtype, model)
             mean, median, gpu = rigs[dtype].time(prefix, item, items, strategy, packed_rows, kernel)
-            predicted = model.strategy(strategy, prefix, 0, np.full(items, item, np.int32), packed_rows)
+            predicted = model.strategy(strategy, prefix, 0, np.full(items, item, np.int32), packed_rows, writes=False)
             point = (table, prefix, item, items, dtype, strategy.value, packed_rows, kernel)
             row = Row(*point, event_mean=mean, event_median=median, gpu=gpu, predicted=predicted)
             out.write(json.dumps(asdict(row)) + "\n")
