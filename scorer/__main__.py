@@ -27,7 +27,8 @@ SERVE_EXAMPLE = """example:
   PREFIXRANK_PORT=50051 prefixrank serve --config prefixrank.toml
 
 Flags win over PREFIXRANK_* in the environment, and those over the file. Lengths are in tokens, times in seconds.
-Exit codes: 0 stopped by SIGTERM or SIGINT, all accepted calls answered; 1 start or device failed; 2 a wrong setting."""
+Exit codes: 0 stopped by SIGTERM or SIGINT, all accepted calls answered; 1 start or device failed, or drain_seconds were
+too short for the accepted calls; 2 a wrong setting."""
 
 DEMO_EXAMPLE = """example:
   prefixrank demo
@@ -50,6 +51,9 @@ Prints documents/s packed and one document at a time."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
+    # Before torch is loaded: OpenMP's threads otherwise spin while they wait, and where another process has one of the
+    # cores, a pass takes up to thirty times as long. Sleeping costs nothing measurable on idle cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)
