@@ -123,31 +123,42 @@ def _siblings(layout: Layout, leaves: Ints) -> list[tuple[tuple[int, ...], Ints]
 
 
 def _ragged(draft: Draft, path: tuple[int, ...], leaves: Ints, inherit: bool) -> _Requests:
-    """Every leaf behind one path as a request over its whole path; the first may also query the rows that it inherits.
-
-    Written over arrays: a pass may have thousands of leaves.
-    """
-    layout, size = draft.layout, draft.page_size
+    """Every leaf behind one path as a request over it; the first may also query the rows that it inherits."""
+    layout = draft.layout
     if layout.cached[leaves].any():
         raise LayoutError("a leaf with cached tokens is an inner segment whose continuation is missing")
+    length = layout.length[leaves]
+    return _over(draft, path, ranges(layout.row_start[leaves], length), length, inherit)
+
+
+def _over(draft: Draft, path: tuple[int, ...], rows: Ints, lengths: Ints, inherit: bool) -> _Requests:
+    """Requests over one path that take `rows` one after the other, lengths[i] of them each.
+
+    Written over arrays: a pass may have thousands of requests.
+    """
+    size, start = draft.page_size, _end(draft.layout, path)
     table = draft.home(path)
-    start, length = int(layout.start[leaves[0]]), layout.length[leaves]
     shared, tail = table[: start // size], start % size
-    own = -(-(start + length) // size) - np.int32(start // size)
+    own = (-(-(start + lengths) // size) - start // size).astype(np.int32)
     first = draft.new_pages(int(own.sum()))[indptr(own)[:-1]]
     if tail:
         draft.tail(path, first)
-    rows = ranges(layout.row_start[leaves], length)
-    draft.append(rows, ranges(first * np.int32(size) + np.int32(tail), length))
-    counts = (own + len(shared)).astype(np.int32)
+    draft.append(rows, ranges(first * np.int32(size) + np.int32(tail), lengths))
+    counts = own + np.int32(len(shared))
     tables = np.empty(int(counts.sum()), np.int32)
     begins = indptr(counts)[:-1]
-    tables[(begins[:, None] + np.arange(len(shared))).ravel()] = np.tile(shared, len(leaves))
+    tables[(begins[:, None] + np.arange(len(shared))).ravel()] = np.tile(shared, len(lengths))
     tables[ranges(begins + np.int32(len(shared)), own)] = ranges(first, own)
     inherited = draft.claim(path) if inherit else NONE
-    q_lens = length.copy()
+    q_lens = lengths.astype(np.int32)
     q_lens[0] += len(inherited)
-    return _Requests(np.concatenate([inherited, rows]), q_lens, tables, counts, (start + length - 1) % size + 1)
+    last = ((start + lengths - 1) % size + 1).astype(np.int32)
+    return _Requests(np.concatenate([inherited, rows]), q_lens, tables, counts, last)
+
+
+def _end(layout: Layout, path: Sequence[int]) -> int:
+    """Positions of a path."""
+    return int(layout.start[path[-1]] + layout.length[path[-1]]) if path else 0
 
 
 def _inner(draft: Draft, leaves: Ints) -> _Requests:
@@ -155,8 +166,7 @@ def _inner(draft: Draft, leaves: Ints) -> _Requests:
     parts = []
     for path, _ in _siblings(draft.layout, leaves):
         if len(rows := draft.claim(path)):
-            tokens = int(draft.layout.start[path[-1]] + draft.layout.length[path[-1]])
-            parts.append(_Requests.one(rows, draft.home(path), tokens, draft.page_size))
+            parts.append(_Requests.one(rows, draft.home(path), _end(draft.layout, path), draft.page_size))
     return _Requests.joined(parts)
 
 
@@ -275,8 +285,15 @@ def _multi_item(draft: Draft, leaves: Ints) -> Made:
     Items are numbered from 1 and no delimiter token stands between them: row t sees key k if k <= t and
     (k < prefix_len or k > t - pos[t]), which is the wanted mask to the token.
     """
+    layout = draft.layout
     _refuse_items(draft, leaves, "multi_item")
-    return [_multi_item_launch(draft, _siblings(draft.layout, leaves), inherit=True)], []
+    groups = []
+    for path, own in _siblings(layout, leaves):
+        length = layout.length[own]
+        total = np.array([length.sum()], np.int32)
+        requests = _over(draft, path, ranges(layout.row_start[own], length), total, inherit=True)
+        groups.append((requests, _ItemArrays.of(_end(layout, path), length, np.zeros(1, np.int32))))
+    return [_multi_item_launch(groups)], []
 
 
 def _packed_multi_item(draft: Draft, leaves: Ints) -> Made:
@@ -285,52 +302,61 @@ def _packed_multi_item(draft: Draft, leaves: Ints) -> Made:
     One tile holds the rows of several items and scans the prefix once for all of them; no long request unbalances the
     launch. The shared rows are requests without items.
     """
-    _refuse_items(draft, leaves, "packed_multi_item")
-    groups: list[tuple[tuple[int, ...], Ints]] = []
-    for path, own in _siblings(draft.layout, leaves):
-        groups.append((path, own[:0]))
-        groups += [(path, own[a:b]) for a, b in zip(*bins(draft.layout.length[own], draft.packed_rows), strict=True)]
-    return [_multi_item_launch(draft, groups, inherit=False)], []
-
-
-def _multi_item_launch(draft: Draft, groups: Sequence[tuple[tuple[int, ...], Ints]], inherit: bool) -> Launch:
-    """One request for each (path, leaves); a group without leaves queries the path's own rows."""
     layout = draft.layout
-    parts, prefixes, lengths = [], [], []
-    for path, leaves in groups:
-        part = _multi_item_request(draft, path, leaves, inherit or not len(leaves))
-        if part.q_lens[0]:
-            parts.append(part)
-            prefixes.append(int(layout.start[path[-1]] + layout.length[path[-1]]) if path else 0)
-            lengths.append(layout.length[leaves])
-    stride = max(1, *(int(length.sum()) for length in lengths)) if lengths else 1
-    places = np.zeros((len(parts), stride), np.uint16)
-    for row, length in zip(places, lengths, strict=True):
-        row[: length.sum()] = ranges(np.ones_like(length), length)
-    arrays = MultiItem(
-        prefix_len_ptr=np.array(prefixes, np.uint32),
-        token_pos_in_items_ptr=places.ravel(),
-        token_pos_in_items_len=stride,
-        max_item_len_ptr=np.array([length.max(initial=1) for length in lengths], np.uint16),
+    _refuse_items(draft, leaves, "packed_multi_item")
+    groups = []
+    for path, own in _siblings(layout, leaves):
+        if len(inherited := draft.claim(path)):
+            end = _end(layout, path)
+            prefix = _Requests.one(inherited, draft.home(path), end, draft.page_size)
+            groups.append((prefix, _ItemArrays.of(end, NONE, NONE)))
+        length = layout.length[own]
+        begins, _ = bins(length, draft.packed_rows)
+        arrays = _ItemArrays.of(_end(layout, path), length, begins)
+        requests = _over(draft, path, ranges(layout.row_start[own], length), arrays.totals, inherit=False)
+        groups.append((requests, arrays))
+    return [_multi_item_launch(groups)], []
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ItemArrays:
+    """What the multi-item mask of B requests over one path follows from.
+
+    prefix   tokens of the path
+    places   place of each item token in its item, from 1, over all requests
+    totals   [B] item tokens of each request
+    longest  [B] its longest item
+    """
+
+    prefix: int
+    places: Ints
+    totals: Ints
+    longest: Ints
+
+    @classmethod
+    def of(cls, prefix: int, lengths: Ints, begins: Ints) -> _ItemArrays:
+        """lengths: of the items; begins: [B] first item of each request. No items: one request of the path alone."""
+        if not len(lengths):
+            return cls(prefix, NONE, np.zeros(1, np.int32), np.ones(1, np.int32))
+        totals, longest = np.add.reduceat(lengths, begins), np.maximum.reduceat(lengths, begins)
+        return cls(prefix, ranges(np.ones_like(lengths), lengths), totals.astype(np.int32), longest)
+
+
+def _multi_item_launch(groups: Sequence[tuple[_Requests, _ItemArrays]]) -> Launch:
+    totals = np.concatenate([arrays.totals for _, arrays in groups])
+    stride = max(1, int(totals.max()))
+    places = np.zeros(len(totals) * stride, np.uint16)
+    places[ranges(np.arange(len(totals), dtype=np.int32) * np.int32(stride), totals)] = np.concatenate(
+        [arrays.places for _, arrays in groups]
     )
-    return _Requests.joined(parts).launch(MaskKind.MULTI_ITEM, multi_item=arrays)
-
-
-def _multi_item_request(draft: Draft, path: tuple[int, ...], leaves: Ints, inherit: bool) -> _Requests:
-    """One path and some leaves behind it as one logical request."""
-    layout, size = draft.layout, draft.page_size
-    table = draft.home(path)
-    start = int(layout.start[path[-1]] + layout.length[path[-1]]) if path else 0
-    rows = ranges(layout.row_start[leaves], layout.length[leaves])
-    total = start + len(rows)
-    if len(rows):
-        own = draft.new_pages(-(-total // size) - start // size)
-        if start % size:
-            draft.tail(path, own[:1])
-        draft.append(rows, draft.slots(own, start % size, len(rows)))
-        table = np.concatenate([table[: start // size], own])
-    inherited = draft.claim(path) if inherit else NONE
-    return _Requests.one(np.concatenate([inherited, rows]), table, total, size)
+    prefixes = [np.full(len(arrays.totals), arrays.prefix, np.uint32) for _, arrays in groups]
+    arrays = MultiItem(
+        prefix_len_ptr=np.concatenate(prefixes),
+        token_pos_in_items_ptr=places,
+        token_pos_in_items_len=stride,
+        max_item_len_ptr=np.concatenate([arrays.longest for _, arrays in groups]).astype(np.uint16),
+    )
+    return _Requests.joined([requests for requests, _ in groups]).launch(MaskKind.MULTI_ITEM, multi_item=arrays)
 
 
 def _custom_mask(draft: Draft, leaves: Ints) -> Made:

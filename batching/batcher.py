@@ -18,6 +18,8 @@ Execute = Callable[[PackedBatch], Awaitable[Reads]]
 FAILURES_IN_A_ROW = 3  # failed passes after which the device is taken to be gone
 FIRST_RATE = 2000.0  # tokens/s that the device is taken to compute until it has shown its own rate
 
+PRIORITY_SECONDS = 10.0  # how much earlier a class has its turn than the class below it
+
 
 class BatchingError(Exception):
     """Base of what `Batcher.submit` raises."""
@@ -58,6 +60,7 @@ class _Job:
     """
 
     request: TokenizedRequest
+    lengths: tuple[int, ...]  # tokens of each item
     places: Ints
     choice: Choice
     deadline: float | None
@@ -82,7 +85,7 @@ class _Job:
 
     def waiting(self) -> Waiting:
         prefix = 0 if self.cached else len(self.request.prefix)
-        return Waiting(prefix, tuple(len(item.ids) for item in self.remaining), self.naive)
+        return Waiting(prefix, self.lengths[len(self.scored) :], self.naive)
 
     def tokens(self) -> int:
         waiting = self.waiting()
@@ -154,8 +157,8 @@ class Batcher:
         choice = choose(distinct, items, self.policy)
         done: asyncio.Future[RequestScores] = asyncio.get_running_loop().create_future()
         now = self._clock()
-        job = _Job(distinct, places, choice, deadline, now, now, done)
-        job.turn += job.tokens() / self._rate
+        job = _Job(distinct, tuple(len(item.ids) for item in items), places, choice, deadline, now, now, done)
+        job.turn += job.tokens() / self._rate - PRIORITY_SECONDS * request.priority
         queued, limit = self.queued_tokens, self._limits.max_queue_tokens
         if queued and queued + job.tokens() > limit:  # an idle service takes whatever a request may ask
             raise QueueFull(f"{queued} tokens wait and this request has {job.tokens()}: the limit is {limit}")

@@ -103,6 +103,29 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_one():
     run(scenario())
 
 
+@pytest.mark.parametrize(("classes", "order"), [((0, 1, -1), [1, 0, 2]), ((-1, 0, 1), [2, 1, 0])])
+def test_a_higher_class_has_its_turn_first(classes, order):
+    async def scenario():
+        device = FakeDevice()
+        made = batcher(device, pass_tokens=16)
+        device.gate.clear()
+        running = asyncio.create_task(made.submit(request([9], [9])))
+        await asyncio.sleep(0)
+        done: list[int] = []
+
+        async def caller(name, priority):
+            await made.submit(request([name + 1], [1] * 14, priority=priority))
+            done.append(name)
+
+        tasks = [asyncio.create_task(caller(name, priority)) for name, priority in enumerate(classes)]
+        await asyncio.sleep(0.01)
+        device.gate.set()
+        await asyncio.gather(running, *tasks)
+        assert done == order
+
+    run(scenario())
+
+
 def test_expired_work_is_dropped_before_it_reaches_the_device():
     async def scenario():
         now = [100.0]
