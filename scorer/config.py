@@ -56,6 +56,9 @@ class Config(BaseModel):
     port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")
     metrics_port: int = Field(9100, ge=-1, le=65535, description="Prometheus port; 0: any free one, -1: none")
     max_message_bytes: int = Field(64 * MiB, ge=1024, description="largest gRPC message, in and out")
+    max_tokenizing_bytes: int = Field(
+        256 * MiB, ge=1, description="bytes of requests that wait to be tokenized; above it calls are refused"
+    )
     drain_seconds: float = Field(30.0, ge=0, description="how long SIGTERM waits for accepted calls")
 
     max_documents: int = Field(2000, ge=1, description="documents of one request; more is refused")

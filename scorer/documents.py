@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attention.plans import MAX_ITEM_TOKENS
 from batching.types import Ints
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import Body
@@ -15,7 +16,10 @@ from scorer.tokenized import Status
 from scorer.truncation import Cutter, Cutting
 from scorer.validation import Violations, is_blank
 
-_BATCH_CHARACTERS = 1 << 22  # text encoded in one call: the tokenizer's records are a hundred times the text
+# Text encoded in one call. The tokenizer's records are a hundred times the text, and freeing them holds up the others.
+_BATCH_CHARACTERS = 1 << 18
+# These strategies keep the position within an item in 16 bits.
+_ITEM_LIMITED = frozenset({pb.STRATEGY_MULTI_ITEM, pb.STRATEGY_PACKED_MULTI_ITEM})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +63,9 @@ class Documents:
             content = document.WhichOneof("content")
             if content == "token_ids":
                 reads[index] = self._whole(document.token_ids.ids, document.target_tokens, room)
+            elif content == "raw_text" and (least := self._encoder.least_tokens(document.raw_text)) > room:
+                told = f"at least {least} tokens in {len(document.raw_text)} characters, at most {room} fit"
+                reads[index] = Read(Status.TOO_LONG, told, original_document_tokens=least)
             elif is_blank(text := document.text if content == "text" else document.raw_text):
                 reads[index] = Read(Status.EMPTY, "the document has no visible text")
             else:
@@ -74,6 +81,8 @@ class Documents:
             ids_, targets = reads[index].ids, document.target_tokens
             if ids_ is not None and targets >= len(ids_):
                 bad.add(f"documents[{index}].target_tokens", f"fewer than the item's {len(ids_)} tokens", targets)
+        if request.options.strategy in _ITEM_LIMITED:
+            reads = {index: _within_strategy(read, request.options.strategy) for index, read in reads.items()}
         return [reads[index] for index in range(len(request.documents))]
 
     def _whole(self, ids: Sequence[int] | Ints, targets: int, room: int) -> Read:
@@ -119,6 +128,15 @@ class Documents:
 
 def _too_long(tokens: int, limit: int, why: str) -> Read:
     return Read(Status.TOO_LONG, f"{tokens} tokens, at most {limit} fit; {why}", original_document_tokens=tokens)
+
+
+def _within_strategy(read: Read, strategy: pb.Strategy.ValueType) -> Read:
+    """What is left of a verdict where the strategy asked for limits an item's length."""
+    if read.ids is None or len(read.ids) <= MAX_ITEM_TOKENS:
+        return read
+    name = pb.Strategy.Name(strategy).removeprefix("STRATEGY_").lower()
+    told = f"an item of {len(read.ids)} tokens, {name} takes at most {MAX_ITEM_TOKENS}; direct_ragged takes it"
+    return Read(Status.TOO_LONG, told, original_document_tokens=read.original_document_tokens)
 
 
 def _batches(texts: Mapping[int, str]) -> Iterator[list[int]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from transformers import PreTrainedTokenizerFast
 from batching.types import Ints
 from scorer.errors import ProfileError
 from scorer.prepending import Prepending, prepending, without_prepending
+from scorer.stretches import STRETCH, LeastTokens, separable, stretches
 from scorer.template import Piece, Slot, filled
 
 CUT_REACH = 16  # tokens around a limit among which the best place to cut is looked for
 _SHOWN_IDS = 8
+_STRETCHES_A_CALL = 4  # encoded in parallel; their records are a hundred times the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +55,47 @@ class Run:
 Part = Control | Run
 
 
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A part of a text that is encoded on its own.
+
+    character, token, word  index of its first one in the whole; word: None where words are not known
+    kept                    its encoding; None: made again when asked for, as a long text's are too large to keep
+    """
+
+    text: str
+    tokenizer: Tokenizer
+    character: int
+    token: int
+    word: int | None
+    kept: Encoding | None
+
+    @property
+    def encoding(self) -> Encoding:
+        if self.kept is None:
+            self.kept = self.tokenizer.encode(self.text, add_special_tokens=False)
+        return self.kept
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A text in ids. It is one piece, unless control tokens in it had to be broken up.
+    """A text in ids. It is one piece, unless it is long or control tokens in it had to be broken up.
 
-    pieces      (index of the first character, index of the first token, encoding) of each
     unwritable  it still holds a control token, one that cannot be broken up
     """
 
     ids: Ints
-    pieces: tuple[tuple[int, int, Encoding], ...]
+    pieces: tuple[_Piece, ...]
     unwritable: bool = False
+
+    def _piece(self, token: int) -> _Piece:
+        return next(piece for piece in reversed(self.pieces) if piece.token <= token)
 
     def span(self, token: int) -> tuple[int, int]:
         """First character and the one behind the last of a token."""
-        character, first, encoding = next(piece for piece in reversed(self.pieces) if piece[1] <= token)
-        start, end = encoding.token_to_chars(token - first) or (0, 0)
-        return character + start, character + end
+        piece = self._piece(token)
+        start, end = piece.encoding.token_to_chars(token - piece.token) or (0, 0)
+        return piece.character + start, piece.character + end
 
     def tokens_within(self, characters: int) -> int:
         """How many of the first tokens lie in the first `characters` and nowhere else."""
@@ -99,10 +126,13 @@ class Encoded:
 
     def _distance(self, one: int, other: int, words: int) -> bool:
         """Whether two tokens are at most so many words apart: the tokenizer merges nothing across words."""
-        if len(self.pieces) > 1:
-            return True
-        a, b = (self.pieces[0][2].token_to_word(token) for token in (one, other))
+        a, b = self._word(one), self._word(other)
         return a is None or b is None or abs(a - b) <= words
+
+    def _word(self, token: int) -> int | None:
+        piece = self._piece(token)
+        within = piece.encoding.token_to_word(token - piece.token)
+        return None if within is None or piece.word is None else piece.word + within
 
 
 class Encoder:
@@ -120,6 +150,8 @@ class Encoder:
         for token in controls:  # those not called special, such as <think>, bind as much in a template that has them
             token["special"] = True
         self._prepending = prepending(state)
+        self._separable = self._prepending is Prepending.NOTHING and separable(state)
+        self.least_tokens = LeastTokens(state)
         self._as_is = _copies(state, self._prepending)
         self._blind = _copies(state, self._prepending)
         for tokenizer_ in self._blind.values():
@@ -134,17 +166,23 @@ class Encoder:
 
     def profile_text(self, text: str) -> Ints:
         """Ids of a whole string in which control tokens are control tokens. Nothing is added."""
-        return ints(self._as_is[True].encode(text, add_special_tokens=False).ids)
+        return self._ids(self._as_is[True], text)
 
     def following_texts(self, texts: Sequence[str], after: Part) -> list[Ints]:
         """Ids of texts in which control tokens are control tokens, each behind that part of a template."""
         if self._prepending is not Prepending.NOTHING:
             return [self._following_text(text, after) for text in texts]
+        if any(map(self._is_long, texts)):
+            return [self._ids(self._as_is[False], text) for text in texts]
         encodings = self._as_is[False].encode_batch_fast(list(texts), add_special_tokens=False)
         return [ints(encoding.ids) for encoding in encodings]
 
     def user_texts(self, texts: Sequence[str], starts: bool) -> list[Encoded]:
         """Texts in which no control token exists, whatever is written there. starts: see Run."""
+        if any(map(self._is_long, texts)) and len(texts) > 1:
+            return [self.user_text(text, starts) for text in texts]
+        if len(texts) == 1 and self._is_long(texts[0]) and (encoded := self._long(texts[0])) is not None:
+            return [encoded]
         encodings = self._blind[starts].encode_batch(list(texts), add_special_tokens=False)
         return [self._guarded(text, encoding, starts) for text, encoding in zip(texts, encodings, strict=True)]
 
@@ -225,24 +263,64 @@ class Encoder:
                 made.append(ints(self._as_is[part.starts].encode(part.text({}), add_special_tokens=False).ids))
         return np.concatenate(made)
 
+    def _is_long(self, text: str) -> bool:
+        return self._separable and len(text) > 2 * STRETCH
+
+    def _ids(self, tokenizer: Tokenizer, text: str) -> Ints:
+        """Ids of one text as the tokenizer has them, of a long one in stretches."""
+        if not self._is_long(text):
+            return ints(tokenizer.encode(text, add_special_tokens=False).ids)
+        return np.concatenate([ints(e.ids) for _, e in _in_stretches(text, tokenizer.encode_batch_fast)])
+
+    def _long(self, text: str) -> Encoded | None:
+        """A long text in stretches, so that what it takes beyond its ids does not grow with it.
+
+        None where a stretch reaches a control token. Tokenizers that are not separable, and texts without seams such
+        as one endless word or Chinese without spaces, are encoded whole: about two hundred bytes a character.
+        """
+        tokenizer = self._blind[False]
+        pieces: list[_Piece] = []
+        made: list[Ints] = []
+        character = token = 0
+        word: int | None = 0
+        for part, encoding in _in_stretches(text, tokenizer.encode_batch):
+            ids = ints(encoding.ids)
+            if self._forbidden[ids].any():
+                return None
+            kept = encoding if len(part) > 2 * STRETCH else None  # twice is too slow
+            pieces.append(_Piece(part, tokenizer, character, token, word, kept))
+            made.append(ids)
+            character, token = character + len(part), token + len(ids)
+            last = encoding.token_to_word(len(ids) - 1) if len(ids) else None
+            word = None if word is None or last is None else word + last + 1
+        return Encoded(np.concatenate(made), tuple(pieces))
+
     def _guarded(self, text: str, encoding: Encoding, starts: bool) -> Encoded:
         """Some vocabularies reach a control token by merging plain text: then the text is broken up there."""
         ids = ints(encoding.ids)
         if not self._forbidden[ids].any():
-            return Encoded(ids, ((0, 0, encoding),))
-        pieces: list[tuple[int, int, Encoding]] = []
+            return Encoded(ids, (_Piece(text, self._blind[starts], 0, 0, 0, encoding),))
+        pieces: list[_Piece] = []
         character = token = 0
         for part in self._broken_up(text):
-            encoding = self._blind[starts and not pieces].encode(part, add_special_tokens=False)
-            pieces.append((character, token, encoding))
+            tokenizer = self._blind[starts and not pieces]
+            encoding = tokenizer.encode(part, add_special_tokens=False)
+            pieces.append(_Piece(part, tokenizer, character, token, None, encoding))
             character, token = character + len(part), token + len(encoding.ids)
-        ids = np.concatenate([ints(piece[2].ids) for piece in pieces])
+        ids = np.concatenate([ints(piece.encoding.ids) for piece in pieces])
         return Encoded(ids, tuple(pieces), unwritable=bool(self._forbidden[ids].any()))
 
     def _broken_up(self, text: str) -> list[str]:
         """The text in parts, none of which holds a control token's text: each is split behind its first character."""
         inside = [f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in self.control_texts if len(t) > 1]
         return re.split("|".join(inside), text) if inside else [text]
+
+
+def _in_stretches(text: str, encode: Callable[..., list[Encoding]]) -> Iterator[tuple[str, Encoding]]:
+    """Each stretch of a text and its encoding."""
+    parts = stretches(text)
+    while some := list(islice(parts, _STRETCHES_A_CALL)):
+        yield from zip(some, encode(some, add_special_tokens=False), strict=True)
 
 
 def _copies(state: Mapping[str, Any], prepends: Prepending) -> dict[bool, Tokenizer]:

@@ -11,6 +11,8 @@ from scorer.profile import Profile
 from scorer.tokenized import Label
 from scorer.validation import SHOWN_CHARACTERS, Violations
 
+FAR_TOO_LONG = 64  # tokens, of a label that is refused without being encoded
+
 
 class Labels:
     """The labels of a profile, and those that a request brings instead.
@@ -65,6 +67,8 @@ class Labels:
 
         It is read as the text that goes on behind the item.
         """
+        if (least := self._encoder.least_tokens(text)) > FAR_TOO_LONG:
+            return None, f"must be exactly one token, it is at least {least}"
         ids = self._encoder.following_texts([text], self._item_end)[0]
         if len(ids) != 1:
             return None, f"must be exactly one token, it is {len(ids)}: {shown(ids)}"

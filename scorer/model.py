@@ -6,6 +6,7 @@ pass's `attend` along as an argument. A model any of whose layers mixes tokens i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
@@ -23,6 +24,8 @@ from attention.plans import HeadShape, MaskKey
 from attention.strategy import Attend
 from batching.types import Floats, Ints
 from scorer.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 ATTENTION_NAME = "prefixrank"
 HEAD_ROWS = 256  # hidden states that one block of the vocabulary product takes
@@ -188,6 +191,7 @@ def load_model(source: str, dtype: str, device: str, allow_download: bool) -> Sc
     elif path.is_dir():
         place = {"pretrained_model_name_or_path": str(path)}
     common: dict[str, Any] = {"local_files_only": not allow_download, "trust_remote_code": False}
+    config: Any = None
     try:
         config = AutoConfig.from_pretrained(**place, **common)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -197,11 +201,15 @@ def load_model(source: str, dtype: str, device: str, allow_download: bool) -> Sc
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
         )
-    except Exception as error:
-        raise ModelError(f"model {source!r} does not load: {_reason(error)}") from error
+    except Exception as error:  # what a damaged checkpoint raises is not ours to list
+        raise ModelError(f"model {source!r} does not load: {_reason(error, config)}") from error
     model, told = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     if missing := sorted(told["missing_keys"]):
         raise ModelError(f"model {source!r} lacks {len(missing)} tensors, such as {missing[0]}: scores would be random")
+    if unused := sorted(told["unexpected_keys"]):  # some checkpoints bring more, such as heads that draft
+        log.warning(
+            "model %r: %d tensors have no place in it and are not used, such as %s", source, len(unused), unused[0]
+        )
     try:
         model = _untyped(model, "to")(where)
     except (RuntimeError, AssertionError) as error:
@@ -209,8 +217,14 @@ def load_model(source: str, dtype: str, device: str, allow_download: bool) -> Sc
     return ScoringModel(model, path.name if path.exists() else source)
 
 
-def _reason(error: Exception) -> str:
-    """The first line of what a library says, with the kind of error where that alone says nothing."""
+def _reason(error: Exception, config: Any = None) -> str:
+    """The first line of what a library says, with the kind of error where that alone says nothing.
+
+    config: of the checkpoint, where it was read
+    """
+    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+        name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        return f"{name} has an attention of its own, outside transformers' AttentionInterface: no strategy can pack it"
     line = (str(error).strip().splitlines() or [""])[0][:300]
     return line if len(line.split()) > 2 else f"{type(error).__name__} {line}".strip()
 
@@ -255,6 +269,8 @@ def _probe(decoder: Callable[..., Any], architecture: str, model: PreTrainedMode
             "so no strategy here can pack it"
         ) from error
     layers = int(model.config.get_text_config().num_hidden_layers)
+    if not layers:
+        raise ModelError(f"{architecture} has no layers")
     if len(seen) != layers:
         missing = sorted(set(range(layers)) - set(seen))
         raise ModelError(

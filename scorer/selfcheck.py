@@ -37,6 +37,7 @@ DOCUMENTS = (
     "Paris is a city on the Seine. " * 4,
     "To change a forgotten password, follow the link that we send to your address. " * 6,
 )
+_RAISE = "raise max_context_tokens or max_request_tokens, or the profile's limits"
 START_DOCUMENTS = (*DOCUMENTS[:2], *DOCUMENTS[4:7])  # short, unusual, and longer than a tile: every start takes them
 
 
@@ -66,11 +67,7 @@ def _sample(tokenization: Tokenization, query: str, documents: Sequence[str]) ->
     found: list[TokenizedRequest] = []
     for text in documents:
         request = pb.ScoreRequest(query=pb.QueryPrefix(text=query), documents=[pb.Document(text=text)])
-        try:
-            tokenized = tokenization.tokenize(request).request
-        except InvalidRequest:
-            continue
-        if tokenized is not None:
+        if (tokenized := _tokenized(tokenization, request)) is not None:
             found.append(tokenized)
     return replace(found[0], items=tuple(one.items[0] for one in found)) if found else None
 
@@ -123,7 +120,7 @@ def check_packing(
     allowed = TOLERANCE[engine.model.dtype] if tolerance is None else tolerance
     samples = sample_requests(tokenization, QUERIES[:1], START_DOCUMENTS)
     if not samples:
-        raise ModelError("the limits let none of the start's sample documents through: raise max_context_tokens")
+        raise ModelError(f"the limits let none of the start's sample documents through: {_RAISE}")
     requests = [(request, alone_all(engine.model, request)) for request in samples]
     _refuse_constant([scored for _, expected in requests for scored in expected], kind)
     strategies = [s for s in may_take(policy) if s not in WINDOWLESS or policy.window is None]
@@ -161,10 +158,20 @@ def golden_scores(
     scores = []
     for query, document in pairs:
         request = pb.ScoreRequest(query=pb.QueryPrefix(text=query), documents=[pb.Document(text=document)])
-        tokenized = tokenization.tokenize(request).request
-        assert tokenized is not None, "a golden document has text"
+        tokenized = _tokenized(tokenization, request)
+        if tokenized is None:
+            pair = f"({query[:40]!r}, {document[:40]!r})"
+            raise ProfileError(f"the limits do not let the golden pair {pair} through: {_RAISE}")
         scores.append(_score(packed(engine, tokenized, Strategy.DIRECT_RAGGED)[0], kind))
     return scores
+
+
+def _tokenized(tokenization: Tokenization, request: pb.ScoreRequest) -> TokenizedRequest | None:
+    """A request of one document, None where the limits refuse it."""
+    try:
+        return tokenization.tokenize(request).request
+    except InvalidRequest:
+        return None
 
 
 def check_golden(engine: Engine, tokenization: Tokenization, profile: Profile) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -21,11 +22,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from prefixrank.v1 import scorer_pb2 as pb
-from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.config import Config
 from scorer.errors import StartError
 from scorer.metrics import Endpoint, Metrics
-from scorer.service import ScorerService
+from scorer.service import ScorerService, register
 
 if TYPE_CHECKING:
     from scorer.runtime import Runtime
@@ -40,6 +40,10 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 # For replies already handed over to be written out; also ends health watches, which would never end by themselves.
 CLOSE_SECONDS = 1.0
+
+
+# After so long a thread that tokenizes or packs lets the loop have its turn; Python's own choice is five times that.
+SWITCH_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +77,11 @@ async def serve(
 ) -> int:
     """Serves until SIGTERM or SIGINT and returns the exit code.
 
-    0: stopped as told, everything that was accepted is answered. 1: the start or the device failed; the log says why.
+    0: stopped as told, everything that was accepted is answered. 1: the start or the device failed, or the grace ran
+    out before accepted calls were answered; the log says why.
     `load` runs on a thread of its own; `ready` is called once the service is SERVING.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     with _stop_signals() as stop:
         try:
             async with _listening(config) as server:
@@ -111,15 +117,15 @@ class _Server:
         failure = await _first(runtime.batcher.failed(), stop)
         if failure is not None:
             log.error("the device failed for good: %s", failure)
-        await self._drain(config.drain_seconds, runtime)
-        return int(failure is not None)
+        answered = await self._drain(config.drain_seconds, runtime)
+        return int(failure is not None or not answered)
 
     async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):
             await self.health.set(name, status)
 
-    async def _drain(self, seconds: float, runtime: Runtime) -> None:
-        """No new calls; answers the accepted ones, for as long as the grace lasts."""
+    async def _drain(self, seconds: float, runtime: Runtime) -> bool:
+        """No new calls; answers the accepted ones, for as long as the grace lasts. False where that was too short."""
         await self.health.enter_graceful_shutdown()
         self.service.refuse("the service is draining")
         log.info("draining seconds=%g", seconds)
@@ -129,14 +135,16 @@ class _Server:
                 await runtime.batcher.drain()
                 await _on_thread(runtime.close)  # may wait for a pass whose callers have gone
         except TimeoutError:
-            log.warning("the grace of %g s is over; what is left is cancelled", seconds)
+            left = self.service.in_flight
+            log.warning("the grace of %g s is over; what is left is cancelled: %d calls", seconds, left)
+        return self.service.in_flight == 0
 
 
 @asynccontextmanager
 async def _listening(config: Config) -> AsyncIterator[_Server]:
     """Listens on both ports, NOT_SERVING; closes them afterwards. Raises StartError where one cannot be bound."""
     metrics = Metrics(_version())
-    service = ScorerService(metrics, _version())
+    service = ScorerService(metrics, _version(), config.max_tokenizing_bytes)
     checks = health.aio.HealthServicer()
     server = _grpc_server(config, service, checks)
     endpoint: Endpoint | None = None
@@ -165,7 +173,7 @@ def _grpc_server(config: Config, service: ScorerService, checks: health.aio.Heal
         ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
     ]
     server = grpc.aio.server(options=options)
-    pb_grpc.add_ScorerServiceServicer_to_server(service, server)
+    register(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
     return server

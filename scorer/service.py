@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from batching.select import StrategyError
 from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
-from scorer.errors import InvalidRequest, Unavailable
+from scorer.config import MiB
+from scorer.errors import InvalidRequest, Overloaded, Unavailable
 from scorer.metrics import Metrics
 from scorer.refusal import VALUE_CHARACTERS, Refusal, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, score_response
+from scorer.tokenized import Tokenized
 
 if TYPE_CHECKING:
     from scorer.runtime import Runtime
@@ -27,24 +33,68 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("scorer.access")
 
+M = TypeVar("M", bound=Message)
+
 TOKENIZER_THREADS = 2
 
 # gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
 DEADLINE_SLACK = 0.01
 
 
-class ScorerService(pb_grpc.ScorerServiceServicer):
-    """Score and GetModelInfo. Refuses with UNAVAILABLE before `serve` and after `refuse`."""
+@dataclass(frozen=True, slots=True)
+class Undecodable:
+    """What arrived instead of a message of this kind."""
 
-    def __init__(self, metrics: Metrics, version: str) -> None:
+    kind: str
+    bytes: int
+
+    def error(self) -> InvalidRequest:
+        return InvalidRequest.of("request", f"the bytes of a {self.kind}", f"{self.bytes} bytes that are none")
+
+
+def register(service: ScorerService, server: grpc.aio.Server) -> None:
+    """Like the stubs' add_ScorerServiceServicer_to_server, but bytes that are no message reach the service too, which
+    refuses and counts them; grpc itself would answer UNKNOWN."""
+    name = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Score": grpc.unary_unary_rpc_method_handler(
+            service.Score, _decoder(pb.ScoreRequest), pb.ScoreResponse.SerializeToString
+        ),
+        "GetModelInfo": grpc.unary_unary_rpc_method_handler(
+            service.GetModelInfo, _decoder(pb.GetModelInfoRequest), pb.GetModelInfoResponse.SerializeToString
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
+def _decoder(kind: type[M]) -> Callable[[bytes], M | Undecodable]:
+    def decode(data: bytes) -> M | Undecodable:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return Undecodable(kind.DESCRIPTOR.full_name, len(data))
+
+    return decode
+
+
+class ScorerService(pb_grpc.ScorerServiceServicer):
+    """Score and GetModelInfo. Refuses with UNAVAILABLE before `serve` and after `refuse`.
+
+    max_tokenizing_bytes  of requests that wait for a tokenizer's thread or have one
+    """
+
+    def __init__(self, metrics: Metrics, version: str, max_tokenizing_bytes: int = 256 * MiB) -> None:
         self._metrics = metrics
         self._version = version
         self._runtime: Runtime | None = None
         self._refusing: str | None = "the service is starting"
-        self._in_flight = 0
+        self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._max_tokenizing_bytes = max_tokenizing_bytes
+        self._tokenizing_bytes = 0
+        self._tokenizing_lock = threading.Lock()
 
     def serve(self, runtime: Runtime) -> None:
         """From now on calls are scored by `runtime`."""
@@ -64,7 +114,9 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
 
     async def Score(  # noqa: N802
-        self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[pb.ScoreRequest, pb.ScoreResponse]
+        self,
+        request: pb.ScoreRequest | Undecodable,
+        context: grpc.aio.ServicerContext[pb.ScoreRequest, pb.ScoreResponse],
     ) -> pb.ScoreResponse:
         """Scores the documents of one request; see the proto for the statuses."""
         started = time.perf_counter()
@@ -73,7 +125,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         code, response = grpc.StatusCode.OK, pb.ScoreResponse()
         self._enter()
         try:
-            response = await self.score(request, deadline)
+            response = await self.score(_decoded(request), deadline)
             return response
         except asyncio.CancelledError:
             late = remaining is not None and time.perf_counter() - started >= remaining * (1 - DEADLINE_SLACK)
@@ -89,11 +141,12 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
 
     async def GetModelInfo(  # noqa: N802
         self,
-        request: pb.GetModelInfoRequest,
+        request: pb.GetModelInfoRequest | Undecodable,
         context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
     ) -> pb.GetModelInfoResponse:
         """Says what is served."""
         try:
+            _decoded(request)
             return model_info(self._accepting(), self._version)
         except Exception as error:  # noqa: BLE001  every call ends with a status
             await abort(context, self._refusal(error))
@@ -105,8 +158,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """
         started = time.perf_counter()
         runtime = self._accepting()
-        loop = asyncio.get_running_loop()
-        tokenized = await loop.run_in_executor(self._tokenizers, runtime.tokenization.tokenize, request)
+        tokenized = await self._tokenize(runtime, request)
         tokenize_seconds = time.perf_counter() - started
         scores = None if tokenized.request is None else await _submit(runtime, tokenized.request, deadline)
         results = document_results(request, tokenized, scores, runtime.profile.kind)
@@ -116,6 +168,23 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._metrics.answered(response, results)
         return response
 
+    async def _tokenize(self, runtime: Runtime, request: pb.ScoreRequest) -> Tokenized:
+        size = request.ByteSize()
+        with self._tokenizing_lock:
+            waiting, limit = self._tokenizing_bytes, self._max_tokenizing_bytes
+            if waiting and waiting + size > limit:  # an idle service takes whatever a request may be
+                told = f"{waiting} bytes wait to be tokenized and this request has {size}: the limit is {limit}"
+                raise Overloaded(told)
+            self._tokenizing_bytes += size
+        work = self._tokenizers.submit(runtime.tokenization.tokenize, request)
+        # Not where the await ends: a thread goes on with the text of a caller who has gone.
+        work.add_done_callback(lambda _: self._tokenized(size))
+        return await asyncio.wrap_future(work)
+
+    def _tokenized(self, size: int) -> None:
+        with self._tokenizing_lock:
+            self._tokenizing_bytes -= size
+
     def _accepting(self) -> Runtime:
         if self._refusing is not None:
             raise Unavailable(self._refusing)
@@ -123,13 +192,13 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         return self._runtime
 
     def _enter(self) -> None:
-        self._in_flight += 1
+        self.in_flight += 1
         self._idle.clear()
         self._metrics.in_flight.inc()
 
     def _leave(self, code: grpc.StatusCode) -> None:
-        self._in_flight -= 1
-        if self._in_flight == 0:
+        self.in_flight -= 1
+        if self.in_flight == 0:
             self._idle.set()
         self._metrics.in_flight.dec()
         self._metrics.requests.labels(code.name).inc()
@@ -144,6 +213,13 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         return refusal_of(error, code)
 
 
+def _decoded(request: M | Undecodable) -> M:
+    """Raises InvalidRequest where it is no message."""
+    if isinstance(request, Undecodable):
+        raise request.error()
+    return request
+
+
 async def _submit(runtime: Runtime, request: TokenizedRequest, deadline: float | None) -> RequestScores:
     try:
         return await runtime.batcher.submit(request, deadline)
@@ -151,8 +227,11 @@ async def _submit(runtime: Runtime, request: TokenizedRequest, deadline: float |
         raise InvalidRequest.of("options.strategy", str(error)) from error
 
 
-def _log_access(request: pb.ScoreRequest, response: pb.ScoreResponse, code: grpc.StatusCode, seconds: float) -> None:
+def _log_access(
+    received: pb.ScoreRequest | Undecodable, response: pb.ScoreResponse, code: grpc.StatusCode, seconds: float
+) -> None:
     """One line a call. Identifiers are percent-coded, so they hold neither spaces nor newlines; no text is logged."""
+    request = pb.ScoreRequest() if isinstance(received, Undecodable) else received
     access_log.info(
         "request_id=%s tenant=%s code=%s documents=%d prefix_tokens=%d item_tokens=%d computed_tokens=%d passes=%d "
         "seconds=%.4f",

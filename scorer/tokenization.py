@@ -91,6 +91,7 @@ class Tokenization:
         check_prefix(request, self._profile, self._limits, bad)
         labels = self._labels.of_request(request.options, bad)
         check_options(request, self._limits, bad)
+        self._check_sizes(request, bad)
         bad.check()
         prefix = self._prefix_ids(request, bad)
         tail = self._tail(request.query.text, bad)
@@ -128,6 +129,18 @@ class Tokenization:
                 f"profile {self._profile.name}: the prefix ends with {INSTRUCTION}, which may be empty; the tokenizer "
                 f"would then put a space before the item. Let text follow {INSTRUCTION}"
             )
+
+    def _check_sizes(self, request: pb.ScoreRequest, bad: Violations) -> None:
+        """Refuses at once what is too long however it is encoded: that would take seconds for nothing."""
+        context = f"a prefix of fewer than {self._limits.max_context_tokens} tokens, which it shares with an item"
+        most = self._limits.max_query_tokens
+        for field, text, limit, too_many in (
+            ("query.text", request.query.text, f"at most {most} tokens", most + 1),
+            ("query.instruction", request.query.instruction, context, self._limits.max_context_tokens),
+            ("raw_text", request.raw_text, context, self._limits.max_context_tokens),
+        ):
+            if (least := self._encoder.least_tokens(text)) >= too_many:
+                bad.add(field, limit, f"at least {least} tokens in {len(text)} characters")
 
     def _prefix_ids(self, request: pb.ScoreRequest, bad: Violations) -> Ints:
         field = {"query": "query.text", "raw_text": "raw_text", "token_ids": "token_ids.ids"}

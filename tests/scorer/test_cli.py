@@ -40,7 +40,7 @@ def test_help_shows_an_example_and_units(capsys, command):
     code, out, _ = cli(capsys, *command.split(), "--help")
     assert code == 0
     assert f"example:\n  prefixrank {command}" in out
-    assert any(unit in out for unit in ("tokens", "documents/s"))
+    assert any(unit in out for unit in ("tokens", "documents/s", "milliseconds"))
 
 
 def test_help_of_serve_has_every_setting(capsys):

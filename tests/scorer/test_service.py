@@ -20,13 +20,12 @@ from batching.batcher import Closed, DeviceFailed, Expired, QueueFull
 from batching.select import StrategyError
 from batching.types import Item, RequestScores, Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
-from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.client import CHANNEL_OPTIONS, AsyncScorerClient, ScorerError, build_request
 from scorer.config import Config, Limits
 from scorer.errors import InvalidRequest, Violation
 from scorer.metrics import Metrics
 from scorer.runtime import Runtime
-from scorer.service import ScorerService
+from scorer.service import ScorerService, register
 from scorer.tokenization import DocumentTokens, Label, Status, Tokenized
 from tests.tiny import tiny_model_dir
 
@@ -150,19 +149,19 @@ class FakeRuntime:
 
 
 @asynccontextmanager
-async def served(runtime):
+async def served(runtime, **limits):
     """A client of a server over `runtime` (None: not loaded yet), with the service and its metrics."""
     metrics = Metrics("1.2.3")
-    service = ScorerService(metrics, "1.2.3")
+    service = ScorerService(metrics, "1.2.3", **limits)
     if runtime is not None:
         service.serve(runtime)
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
-    pb_grpc.add_ScorerServiceServicer_to_server(service, server)
+    register(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with AsyncScorerClient(f"127.0.0.1:{port}") as client:
-            yield SimpleNamespace(client=client, service=service, metrics=metrics)
+            yield SimpleNamespace(client=client, service=service, metrics=metrics, target=f"127.0.0.1:{port}")
     finally:
         await server.stop(0)
         service.close()
@@ -658,3 +657,46 @@ def test_one_nan_in_the_weights_costs_only_the_documents_that_reach_it(model_dir
     for i in (0, 2):
         assert after.results[i].score == pytest.approx(before.results[i].score, abs=1e-6)
     assert counted == 1
+
+
+# --- what arrives
+
+
+@pytest.mark.parametrize(("method", "kind"), [("Score", "ScoreRequest"), ("GetModelInfo", "GetModelInfoRequest")])
+def test_bytes_that_are_no_message_are_the_callers_fault(method, kind):
+    async def scenario():
+        async with served(FakeRuntime()) as at, grpc.aio.insecure_channel(at.target) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(f"/prefixrank.v1.ScorerService/{method}")(b"\xff\xff\xff")
+            return caught.value, ended(at.metrics)
+
+    error, codes = asyncio.run(scenario())
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == f"request: the bytes of a prefixrank.v1.{kind}, got 3 bytes that are none"
+    assert codes == ({"INVALID_ARGUMENT": 1} if method == "Score" else {})
+
+
+def test_bytes_that_wait_for_the_tokenizer_are_bounded():
+    """The first two calls have the threads; what waits behind them is counted too, until it is tokenised."""
+    runtime = FakeRuntime()
+    gate = threading.Event()
+    tokenize = runtime.tokenization.tokenize
+    runtime.tokenization.tokenize = lambda request: gate.wait(10) and tokenize(request)
+
+    async def scenario():
+        async with served(runtime, max_tokenizing_bytes=10_000) as at:
+            calls = []
+            for bytes_ in (3000, 6000, 9000):
+                calls.append(asyncio.create_task(at.client.score("q", ["a" * 3000])))
+                await until(lambda bytes_=bytes_: at.service._tokenizing_bytes > bytes_)
+            with pytest.raises(ScorerError, match=r"RESOURCE_EXHAUSTED: 90\d\d bytes wait to be tokenized"):
+                await at.client.score("q", ["a" * 3000])
+            calls[2].cancel()
+            await until(lambda: at.service._tokenizing_bytes < 7000)  # it had no thread yet
+            gate.set()
+            await asyncio.gather(*calls[:2])
+            assert at.service._tokenizing_bytes == 0
+            await at.client.score("q", ["a" * 30_000])  # an idle service takes anything legal
+            return ended(at.metrics)
+
+    assert asyncio.run(scenario()) == {"OK": 3, "CANCELLED": 1, "RESOURCE_EXHAUSTED": 1}

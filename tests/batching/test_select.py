@@ -1,0 +1,118 @@
+"""The choice of strategy: what a request may ask for, and what AUTO takes."""
+
+import numpy as np
+import pytest
+
+from attention.plans import MAX_ITEM_TOKENS, WINDOWLESS, Strategy
+from attention.timing import CANDIDATES, built_in
+from batching.select import DENSE_TOKENS, Measured, StrategyError, Threshold, choose
+from batching.types import Item, TokenizedRequest
+
+AUTO = Threshold(64)
+
+
+def item(length):
+    return Item(np.zeros(length, np.int32), np.array([length - 1], np.int32), np.array([[1, 2]], np.int32))
+
+
+def request(prefix, lengths, strategy=None):
+    return TokenizedRequest(np.zeros(prefix, np.int32), tuple(map(item, lengths)), strategy=strategy)
+
+
+def chosen(prefix, lengths, policy=AUTO, strategy=None):
+    made = request(prefix, lengths, strategy)
+    return choose(made, made.items, policy)
+
+
+# --- dense masks
+
+
+@pytest.mark.parametrize("strategy", [Strategy.REFERENCE, Strategy.CUSTOM_MASK])
+def test_a_dense_mask_takes_requests_up_to_its_limit(strategy):
+    assert chosen(96, [1000] * 4, strategy=strategy).strategies == (strategy,) * 4
+    with pytest.raises(StrategyError, match=f"{strategy} takes requests of up to {DENSE_TOKENS} tokens, got 4097"):
+        chosen(97, [1000] * 4, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", sorted(set(Strategy) - {Strategy.REFERENCE, Strategy.CUSTOM_MASK}))
+def test_others_take_more(strategy):
+    assert set(chosen(97, [1000] * 4, strategy=strategy).strategies) == {strategy}
+
+
+# --- what is asked for
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+@pytest.mark.parametrize("policy", [AUTO, Measured(built_in())], ids=["threshold", "measured"])
+def test_what_is_asked_for_is_taken(strategy, policy):
+    choice = chosen(20, [5, 500], policy, strategy)
+    assert choice.strategies == (strategy, strategy)
+    assert choice.reason == f"asked for: {strategy}"
+
+
+@pytest.mark.parametrize("strategy", [Strategy.MULTI_ITEM, Strategy.PACKED_MULTI_ITEM])
+def test_an_item_whose_positions_need_more_than_16_bits(strategy):
+    assert chosen(4, [MAX_ITEM_TOKENS], strategy=strategy).strategies == (strategy,)
+    with pytest.raises(StrategyError, match=f"items of up to {MAX_ITEM_TOKENS} tokens, got 65536: direct_ragged"):
+        chosen(4, [MAX_ITEM_TOKENS + 1], strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", sorted(WINDOWLESS))
+@pytest.mark.parametrize("policy", [Threshold(64, 100), Measured(built_in(), 100)], ids=["threshold", "measured"])
+def test_past_a_sliding_window_they_are_refused(strategy, policy):
+    assert chosen(60, [40, 7], policy, strategy).strategies == (strategy, strategy)
+    with pytest.raises(StrategyError, match="sliding window of 100 tokens, prefix and item have 101: direct_ragged"):
+        chosen(60, [41, 7], policy, strategy)
+
+
+@pytest.mark.parametrize("strategy", sorted(set(Strategy) - WINDOWLESS))
+def test_others_compute_past_the_window(strategy):
+    assert set(chosen(60, [41, 7], Threshold(64, 100), strategy).strategies) == {strategy}
+
+
+# --- AUTO by length
+
+
+def test_by_length():
+    choice = chosen(10, [64, 65, 3])
+    assert choice.strategies == (Strategy.MULTI_ITEM, Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM)
+    assert "2 of 3 of at most 64 tokens: multi_item" in choice.reason
+    assert "1 of 3 longer than 64 tokens: direct_ragged" in choice.reason
+
+
+def test_by_length_past_the_window():
+    choice = chosen(60, [40, 41], Threshold(64, 100))
+    assert choice.strategies == (Strategy.MULTI_ITEM, Strategy.DIRECT_RAGGED)
+    assert "1 of 2 past the model's sliding window of 100 tokens: direct_ragged" in choice.reason
+
+
+# --- AUTO by measured time
+
+
+@pytest.mark.parametrize(("prefix", "lengths"), [(64, [8] * 4), (2048, [32] * 100), (512, [1500] * 8), (0, [20, 900])])
+def test_by_time_names_the_machine_and_takes_the_fastest(prefix, lengths):
+    model = built_in()
+    choice = chosen(prefix, lengths, Measured(model))
+    best = model.ranked(prefix, 0, np.array(lengths, np.int32))[0]
+    assert choice.strategies == (best.strategy,) * len(lengths)
+    assert choice.packed_rows == best.packed_rows
+    assert choice.reason.startswith(f"measured on {model.machine.name}: {best.strategy} {best.milliseconds:.3f} ms")
+
+
+@pytest.mark.parametrize(("prefix", "lengths"), [(64, [8] * 4), (2048, [32] * 100), (512, [1500] * 8)])
+def test_by_time_a_window_leaves_the_others(prefix, lengths):
+    choice = chosen(prefix, lengths, Measured(built_in(), 16))
+    assert set(choice.strategies) <= set(CANDIDATES) - WINDOWLESS
+    named = {strategy for strategy in Strategy if f" {strategy} " in f"{choice.reason} "}
+    assert named
+    assert not named & WINDOWLESS
+
+
+def test_by_time_a_window_that_everything_fits_excludes_nothing():
+    lengths = [32] * 100
+    assert chosen(2048, lengths, Measured(built_in(), 2080)) == chosen(2048, lengths, Measured(built_in()))
+
+
+def test_by_time_too_long_items_leave_the_others():
+    choice = chosen(4, [MAX_ITEM_TOKENS + 1], Measured(built_in()))
+    assert not set(choice.strategies) & {Strategy.MULTI_ITEM, Strategy.PACKED_MULTI_ITEM}
