@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from loadtest.bench_attention import ARTICLE, ARTICLE_STRATEGIES, HEAD_DIM, HEADS, KV_HEADS, Row
+from loadtest.attention_rows import ARTICLE, ARTICLE_STRATEGIES, HEAD_DIM, HEADS, KV_HEADS, Row
 
 NAMES = {"naive", "split_cache", "direct_ragged", "cascade", "multi_item", "custom_mask"}
 WORTH_COMPARING = 0.05  # ms: below it, launch noise decides

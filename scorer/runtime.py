@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from attention.factory import make
 from attention.kv_pages import KvPages
 from attention.plans import Strategy
-from attention.strategy import Attention, make
+from attention.strategy import Attention
 from attention.timing import TimeModel, built_in
 from batching.batcher import Batcher, BatcherLimits
 from batching.page_pool import PagePool

@@ -5,8 +5,8 @@ from functools import cache
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from attention.factory import make
 from attention.kv_pages import KvPages
-from attention.strategy import make
 from scorer.engine import Engine
 from scorer.model import ATTENTION_NAME, ScoringModel
 

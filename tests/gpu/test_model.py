@@ -14,9 +14,9 @@ pytestmark = [
 
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
+from attention.factory import make  # noqa: E402
 from attention.kv_pages import KvPages  # noqa: E402
 from attention.plans import Strategy  # noqa: E402
-from attention.strategy import make  # noqa: E402
 from batching.packing import Group, pack, unpack  # noqa: E402
 from batching.types import Item, TokenizedRequest  # noqa: E402
 from scorer.engine import Engine  # noqa: E402
