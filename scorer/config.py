@@ -77,7 +77,7 @@ class Config(BaseModel):
     policy: Literal["auto", "threshold", "measured"] = Field(
         "auto", description="how AUTO chooses: by document length, or by measured time; auto: measured on FlashInfer"
     )
-    multi_item_max_tokens: int = Field(64, ge=0, description="threshold: items up to this length run as multi_item")
+    multi_item_max_tokens: int = Field(128, ge=0, description="threshold: items up to this length run as multi_item")
     calibration: str | None = Field(None, description="file that prefixrank calibrate wrote; None: the built-in H200's")
 
     tolerance: float | None = Field(None, gt=0, description="of the start's self-check, in log-odds; None: by dtype")
