@@ -115,8 +115,8 @@ class Fit:
         return cls(mean, scale, solved)
 
     def as_lists(self) -> dict[str, list[float]]:
-        """For JSON, to six digits."""
-        return {name: [float(f"{value:.6g}") for value in getattr(self, name)] for name in FIELDS}
+        """For JSON, to nine digits."""
+        return {name: [float(f"{value:.9g}") for value in getattr(self, name)] for name in FIELDS}
 
     def milliseconds(self, x: Reals) -> Reals:
         """[n] for features [n, F], held within what was measured: a quadratic says nothing outside."""
@@ -211,20 +211,14 @@ class TimeModel:
 
     def write(self, path: Path) -> None:
         """As JSON."""
-        fits = {
-            name: {k: [round(float(v), 6) for v in getattr(fit, k)] for k in Fit.__slots__}
-            for name, fit in self.fits.items()
-        }
-        heads = {name: getattr(self.heads, name) for name in ("heads", "kv_heads", "head_dim")}
-        machine = {"name": self.machine.name, "processors": self.machine.processors}
         document = {
-            "machine": machine,
-            "heads": heads,
+            "machine": {"name": self.machine.name, "processors": self.machine.processors},
+            "heads": {name: getattr(self.heads, name) for name in ("heads", "kv_heads", "head_dim")},
             "copy_ms": self.copy_ms,
             "merge_ms": self.merge_ms,
-            "fits": fits,
+            "fits": {name: fit.as_lists() for name, fit in self.fits.items()},
         }
-        path.write_text(json.dumps(document, indent=None, separators=(",", ":")) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, text: str) -> TimeModel:

@@ -122,11 +122,6 @@ class Batcher:
         """Tokens accepted and not computed yet."""
         return sum(job.tokens() for job in self._queue)
 
-    @property
-    def in_flight(self) -> int:
-        """Requests accepted and not answered yet."""
-        return len(self._queue)
-
     async def failed(self) -> str:
         """Returns, with the reason, once the device is taken to be gone; until then it waits."""
         await self._gone.wait()

@@ -18,6 +18,7 @@ import numpy as np
 from attention.plans import Strategy
 from loadtest.attention_report import report
 from loadtest.attention_rows import ARTICLE, HEAD_DIM, HEADS, KV_HEADS, PAGE, Row, read_rows
+from scorer.errors import ConfigError
 
 WARM_UPS, ITERATIONS = 10, 100
 SLOW_ITERATIONS = 20  # for what takes over SLOW_MS a call
@@ -75,6 +76,7 @@ def measure(rows_file: Path, rates_file: Path, calibration: Path | None) -> None
 
     from attention.timing import TimeModel, built_in
 
+    _need_gpu()
     model = built_in() if calibration is None else TimeModel.read(calibration.read_text(encoding="utf-8"))
     have = {row.key for row in read_rows(rows_file)}
     todo = [w for w in wanted() if (*w[:4], w[5].value, *w[6:]) not in have]
@@ -96,6 +98,16 @@ def measure(rows_file: Path, rates_file: Path, calibration: Path | None) -> None
     if not rates_file.exists():
         rig = next(iter(rigs.values()), None) or Rig("bfloat16", model)
         rates_file.write_text(json.dumps(rig.rates()) + "\n", encoding="utf-8")
+
+
+def _need_gpu() -> None:
+    try:
+        import flashinfer  # noqa: F401
+        import torch
+    except ImportError as error:
+        raise ConfigError(f"bench attention needs FlashInfer ({error}): install the gpu extra") from None
+    if not torch.cuda.is_available():
+        raise ConfigError("bench attention needs an NVIDIA GPU; --report writes the report of rows measured elsewhere")
 
 
 class Rig:

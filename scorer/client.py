@@ -130,7 +130,7 @@ class ScorerClient:
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[ChannelOption] = (),
     ) -> None:
-        options = (*CHANNEL_OPTIONS, *channel_options)
+        options = (*channel_options, *CHANNEL_OPTIONS)  # gRPC takes the first of equal names
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options)
         else:
@@ -194,7 +194,7 @@ class AsyncScorerClient:
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[ChannelOption] = (),
     ) -> None:
-        options = (*CHANNEL_OPTIONS, *channel_options)
+        options = (*channel_options, *CHANNEL_OPTIONS)  # gRPC takes the first of equal names
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options)
         else:

@@ -2,8 +2,7 @@
 
 PrefixRankError
 ├── RequestError           the caller's fault
-│   ├── InvalidRequest     one or more fields are wrong; names each with its value and limit
-│   └── Cancelled          the caller went away
+│   └── InvalidRequest     one or more fields are wrong; names each with its value and limit
 ├── Overloaded             load, and only load
 ├── DeadlineExceeded       the caller's deadline came first
 ├── Unavailable            starting, draining, or the device is gone
@@ -50,10 +49,6 @@ class InvalidRequest(RequestError):
     @classmethod
     def of(cls, field: str, limit: str, value: object = "") -> InvalidRequest:
         return cls([Violation(field, str(value), limit)])
-
-
-class Cancelled(RequestError):
-    """The caller went away."""
 
 
 class Overloaded(PrefixRankError):

@@ -44,6 +44,8 @@ def explain(
     model: TimeModel, prefix: int, cached: int, lengths: Ints, q_tile: int, policy: Measured | Threshold
 ) -> dict[str, Any]:
     """Counts and predicted milliseconds of every strategy, the choice with its reason, and the article's row."""
+    if not len(lengths) or lengths.min() < 1:
+        raise ConfigError("items: at least one, and every item has at least one token")
     if prefix < 1 or not 0 <= cached <= prefix or q_tile < 1:
         raise ConfigError(f"prefix {prefix}, cached {cached}, q-tile {q_tile}: at least 1, 0 to the prefix, at least 1")
     ranked = {r.strategy: r for r in model.ranked(prefix, cached, lengths)}
@@ -117,6 +119,8 @@ def _explain_file(model: TimeModel, args: argparse.Namespace) -> int:
             lengths = np.array([int(n) for n in given["items"]], np.int32)
             prefix, cached = int(given["prefix"]), int(given.get("cached", 0))
             told = explain(model, prefix, cached, lengths, args.q_tile, _policy(model, args))
+        except ConfigError as error:
+            raise ConfigError(f"{args.lengths}, line {number}: {error}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{args.lengths}, line {number}: {error!r}") from None
         if args.json:
@@ -127,7 +131,7 @@ def _explain_file(model: TimeModel, args: argparse.Namespace) -> int:
     if not args.json:
         for strategy, count in chosen.most_common():
             print(f"{strategy:24s}{count:6d} of {total}")
-        print(f"the article's row agrees with the measured choice for {agreed} of {total}")
+        print(f"the article's advice is within {AGREES - 1:.0%} of the fastest by measurement for {agreed} of {total}")
     return 0
 
 
@@ -158,8 +162,9 @@ def _print(told: dict[str, Any], model: TimeModel) -> None:
     console.print(table)
     console.print(f"choice: {told['choice']} ({told['reason']})")
     article = told["article"]
-    verdict = "agrees" if article["agrees"] else "does not agree"
-    console.print(f"article: {article['row']}: {', '.join(article['recommends'])}; the measured choice {verdict}")
+    verdict = "within" if article["agrees"] else "NOT within"
+    advice = f"{article['row']}: {', '.join(article['recommends'])}"
+    console.print(f"article: {advice}; {verdict} {AGREES - 1:.0%} of the fastest by measurement")
 
 
 def draw_map(model: TimeModel, path: Path, items: tuple[int, ...] = (8, 32, 128, 512)) -> None:
@@ -182,8 +187,12 @@ def draw_map(model: TimeModel, path: Path, items: tuple[int, ...] = (8, 32, 128,
     axes[0].set_ylabel("item tokens")
     handles = [Patch(color=colours(i), label=strategy.value) for i, strategy in enumerate(CANDIDATES)]
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--map {path}: {error}") from None
+    finally:
+        plt.close(figure)
 
 
 def _fastest(model: TimeModel, prefix: int, length: int, count: int) -> int:

@@ -229,6 +229,8 @@ def _score_all(jobs: Iterable[Job], score: Score, show: Show) -> int:
                 show(job.request, score(job.request))
             except (ValueError, ScorerError) as error:
                 failed = True
+                if show is _show_json:  # a line out for each line in
+                    print(json.dumps({"error": f"{job.where}: {error}"}, ensure_ascii=False), flush=True)
                 console.print(f"{job.where}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
     return int(failed)
 

@@ -164,7 +164,9 @@ def test_bad_lines_are_named_and_the_others_scored(capsys, tmp_path):
     with recording() as (target, servicer, _):
         code, out, err = cli(capsys, "score", "--target", target, "--json", "--input", file)
     assert code == 1
-    assert [json.loads(line)["request_id"] for line in out.splitlines()] == ["r1", ""]
+    written = [json.loads(line) for line in out.splitlines()]
+    assert [line.get("request_id") for line in written] == ["r1", *[None] * 8, "", None], "a line out for each line in"
+    assert written[1]["error"].startswith("line 2:")
     assert [d.id for d in servicer.requests[0].documents] == ["", "x"]
     assert servicer.requests[-1].query.instruction == "i"
     told = err.splitlines()
