@@ -175,6 +175,14 @@ class ScoringModel:
         return {"logits_to_keep": keep} if "logits_to_keep" in signature(self.hf.forward).parameters else {}
 
 
+def find(source: str, allow_download: bool) -> Path:
+    """Where a checkpoint should lie. Raises ModelError where nothing is there and nothing may be fetched."""
+    path = Path(source).expanduser()
+    if not path.exists() and not allow_download:
+        raise ModelError(f"model {source!r}: no such directory or file (--allow-download fetches from the hub)")
+    return path
+
+
 def load_model(source: str, dtype: str, device: str, allow_download: bool) -> ScoringModel:
     """Loads a safetensors directory, a .gguf file or, if allowed, a repository of the hub.
 
@@ -182,9 +190,7 @@ def load_model(source: str, dtype: str, device: str, allow_download: bool) -> Sc
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     where = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
-    path = Path(source).expanduser()
-    if not path.exists() and not allow_download:
-        raise ModelError(f"model {source!r}: no such directory or file (--allow-download fetches from the hub)")
+    path = find(source, allow_download)
     place: dict[str, Any] = {"pretrained_model_name_or_path": source}
     if path.is_file():
         place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}

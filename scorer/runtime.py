@@ -20,7 +20,7 @@ from scorer.config import EMBEDDED, Config, Limits
 from scorer.embedded import embedded_model
 from scorer.engine import Engine
 from scorer.errors import ConfigError, ModelError, ProfileError
-from scorer.model import ScoringModel, load_model
+from scorer.model import ScoringModel, find, load_model
 from scorer.profile import Profile, builtin_names, load_profile
 from scorer.selfcheck import check_golden, check_packing
 from scorer.tokenization import Tokenization, load_tokenizer
@@ -63,6 +63,8 @@ class Runtime:
         """Loads and composes; blocks for seconds. Raises StartError."""
         if config.threads:
             torch.set_num_threads(config.threads)
+        if config.model != EMBEDDED:
+            find(config.model, config.allow_download)  # before the profile: a wrong path is the likelier mistake
         profile = _profile(config)
         source = str(embedded_model()) if config.model == EMBEDDED else str(Path(config.model).expanduser())
         model = load_model(source, config.dtype, config.device, config.allow_download)
