@@ -173,11 +173,6 @@ class Layout:
         first = np.repeat(self.row_start[:-1] - self.cached, np.diff(self.read_indptr))
         return (first + self.read_offsets).astype(np.int32)
 
-    @cached_property
-    def longest_path(self) -> int:
-        """Tokens of the longest path, which is what a sliding window is measured against."""
-        return int((self.start + self.length).max())
-
 
 def unshared(layout: Layout) -> tuple[Layout, Ints]:
     """Every leaf with ancestors of its own and nothing cached: what a scorer without sharing computes.

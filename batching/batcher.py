@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attention.layout import Ints
 from attention.plans import Strategy
@@ -115,6 +115,7 @@ class Batcher:
         self._failures = 0
         self._pass: Sequence[_Job] = ()  # whose pages the device is using
         self._gone = asyncio.Event()
+        self._reason = ""
         self._loop: asyncio.Task[None] | None = None
 
     @property
@@ -125,7 +126,7 @@ class Batcher:
     async def failed(self) -> str:
         """Returns, with the reason, once the device is taken to be gone; until then it waits."""
         await self._gone.wait()
-        return f"{FAILURES_IN_A_ROW} passes in a row failed"
+        return self._reason
 
     async def submit(self, request: TokenizedRequest, deadline: float | None = None) -> RequestScores:
         """Scores a request. deadline: in the clock's seconds. Cancelling the caller's task drops what is not running.
@@ -146,17 +147,16 @@ class Batcher:
 
     def _accept(self, request: TokenizedRequest, deadline: float | None) -> _Job:
         items, places = fold(request.items)
-        distinct = TokenizedRequest(
-            request.prefix, items, request.normalize, request.strategy, request.tenant, request.priority
-        )
+        distinct = replace(request, items=items)
         choice = choose(distinct, items, self.policy)
         done: asyncio.Future[RequestScores] = asyncio.get_running_loop().create_future()
         now = self._clock()
         job = _Job(distinct, tuple(len(item.ids) for item in items), places, choice, deadline, now, now, done)
-        job.turn += job.tokens() / self._rate - PRIORITY_SECONDS * request.priority
+        tokens = job.tokens()
+        job.turn += tokens / self._rate - PRIORITY_SECONDS * request.priority
         queued, limit = self.queued_tokens, self._limits.max_queue_tokens
-        if queued and queued + job.tokens() > limit:  # an idle service takes whatever a request may ask
-            raise QueueFull(f"{queued} tokens wait and this request has {job.tokens()}: the limit is {limit}")
+        if queued and queued + tokens > limit:  # an idle service takes whatever a request may ask
+            raise QueueFull(f"{queued} tokens wait and this request has {tokens}: the limit is {limit}")
         return job
 
     def _leave(self, job: _Job) -> None:
@@ -182,13 +182,17 @@ class Batcher:
             await asyncio.gather(self._loop, return_exceptions=True)
 
     async def _run(self) -> None:
-        while not self._gone.is_set():
-            if not self._queue:
-                self._work.clear()
-                await self._work.wait()
-            self._drop_expired()
-            if self._queue:
-                await self._one_pass()
+        try:
+            while not self._gone.is_set():
+                if not self._queue:
+                    self._work.clear()
+                    await self._work.wait()
+                self._drop_expired()
+                if self._queue:
+                    await self._one_pass()
+        except Exception as error:
+            self._give_up(f"the batcher itself failed: {error!r}")  # or every caller would wait for ever
+            raise
 
     def _drop_expired(self) -> None:
         now = self._clock()
@@ -256,9 +260,14 @@ class Batcher:
                 self._fail(job, failure)
             self._release(job)
         if self._failures >= FAILURES_IN_A_ROW:
-            self._gone.set()
-            for job in list(self._queue):
-                self._fail(job, Closed("the device is gone"))
+            self._give_up(f"{FAILURES_IN_A_ROW} passes in a row failed")
+
+    def _give_up(self, reason: str) -> None:
+        """Nothing runs any more: whoever waits is told."""
+        self._reason = reason
+        self._gone.set()
+        for job in list(self._queue):
+            self._fail(job, Closed("the device is gone"))
 
     def _advance(self, job: _Job, group: Group, scored: list[Scored]) -> None:
         waiting = job.waiting()

@@ -63,10 +63,10 @@ class Runtime:
         """Loads and composes; blocks for seconds. Raises StartError."""
         if config.threads:
             torch.set_num_threads(config.threads)
-        if config.model != EMBEDDED:
-            find(config.model, config.allow_download)  # before the profile: a wrong path is the likelier mistake
+        # The path before the profile, as the likelier mistake; the embedded model after it, as it may take a minute.
+        path = None if config.model == EMBEDDED else find(config.model, config.allow_download)
         profile = _profile(config)
-        source = str(embedded_model()) if config.model == EMBEDDED else str(Path(config.model).expanduser())
+        source = str(embedded_model() if path is None else path)
         model = load_model(source, config.dtype, config.device, config.allow_download)
         if model.context_note:
             log.warning("%s", model.context_note)

@@ -1,7 +1,9 @@
 """Tiny seeded models, built in memory from their configurations: no tokenizer, no files."""
 
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -52,3 +54,16 @@ def tiny(family: str, seed: int = 0) -> ScoringModel:
 
 def engine(model: ScoringModel, page_size: int = 16, pages: int = 256, **kwargs) -> Engine:
     return Engine(model, make("torch", KvPages(pages, page_size)), page_size, pages, **kwargs)
+
+
+def last_prefix_token_hidden(launch):
+    """A multi-item launch broken on purpose: no item sees the last token of its prefix."""
+    arrays = launch.multi_item
+    places = np.concatenate([[1], arrays.token_pos_in_items_ptr]).astype(np.uint16)
+    shorter = replace(
+        arrays,
+        prefix_len_ptr=arrays.prefix_len_ptr - 1,
+        token_pos_in_items_ptr=places,
+        token_pos_in_items_len=len(places),
+    )
+    return replace(launch, multi_item=shorter)

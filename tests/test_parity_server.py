@@ -33,6 +33,7 @@ from scorer.runtime import Runtime
 from scorer.selfcheck import TOLERANCE, alone_all, deviation
 from scorer.server import SERVICE
 from scorer.verify import deviations
+from tests.models import last_prefix_token_hidden
 from tests.scorer.test_service import served
 from tests.tiny import tiny_model_dir
 
@@ -290,17 +291,7 @@ def test_verify_past_the_tolerance_exits_with_one(qwen3, capsys):
 
 def one_key_short(launch):
     """The launch without the last token of its prefix, where it is a multi-item one."""
-    arrays = launch.multi_item
-    if arrays is None:
-        return launch
-    places = np.concatenate([[1], arrays.token_pos_in_items_ptr]).astype(np.uint16)
-    shorter = replace(
-        arrays,
-        prefix_len_ptr=arrays.prefix_len_ptr - 1,
-        token_pos_in_items_ptr=places,
-        token_pos_in_items_len=len(places),
-    )
-    return replace(launch, multi_item=shorter)
+    return launch if launch.multi_item is None else last_prefix_token_hidden(launch)
 
 
 def broken_planner(*arguments):

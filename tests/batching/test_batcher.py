@@ -267,3 +267,15 @@ def test_many_callers_at_random():
         assert made.queued_tokens == 0
 
     run(scenario())
+
+
+def test_a_fault_of_the_batcher_itself_leaves_nobody_waiting():
+    async def scenario():
+        made = batcher(FakeDevice())
+        made._pool.allocate = None  # composing a pass of several now raises
+        with pytest.raises(Closed):
+            await made.submit(request([1, 2, 3], *[[i] * 10 for i in range(1, 20)]))
+        assert "itself failed" in await made.failed()
+        await asyncio.gather(made._loop, return_exceptions=True)
+
+    run(scenario())

@@ -14,7 +14,7 @@ from batching.packing import Group, pack, unpack
 from batching.types import Item, TokenizedRequest
 from scorer.engine import Engine
 from scorer.selfcheck import alone
-from tests.models import FAMILIES, engine, tiny
+from tests.models import FAMILIES, engine, last_prefix_token_hidden, tiny
 
 TOLERANCE = 1e-4
 LABELS = np.array([[7, 11]], np.int32)
@@ -160,18 +160,6 @@ def neighbour_visible(launch):
     places = np.arange(1, len(arrays.token_pos_in_items_ptr) + 1, dtype=np.uint16)
     longest = np.array([places[-1]], np.uint16)
     return replace(launch, multi_item=replace(arrays, token_pos_in_items_ptr=places, max_item_len_ptr=longest))
-
-
-def last_prefix_token_hidden(launch):
-    arrays = launch.multi_item
-    places = np.concatenate([[1], arrays.token_pos_in_items_ptr]).astype(np.uint16)
-    shorter = replace(
-        arrays,
-        prefix_len_ptr=arrays.prefix_len_ptr - 1,
-        token_pos_in_items_ptr=places,
-        token_pos_in_items_len=len(places),
-    )
-    return replace(launch, multi_item=shorter)
 
 
 @pytest.mark.parametrize("breakage", [neighbour_visible, last_prefix_token_hidden])
