@@ -147,6 +147,11 @@ def shapes(
             return [_items([fresh + total], [prefix + total], prefix, [int(lengths.max())])]
         case Strategy.PACKED_MULTI_ITEM:
             return [_packed(prefix, fresh, lengths, packed_rows)]
+        case Strategy.FUSED:
+            q, kv, longest = [int(lengths.sum())], [prefix + int(lengths.sum())], [int(lengths.max())]
+            if fresh:
+                q, kv, longest = [fresh, *q], [prefix, *kv], [1, *longest]
+            return [_items(q, kv, prefix, longest, paged=False)]
         case _:
             total = int(lengths.sum())
             return [_shape(MaskKind.CUSTOM, [fresh + total], [prefix + total])]
@@ -156,11 +161,11 @@ def _shape(mask: MaskKind, q_lens: Any, kv_lens: Any, paged: bool = True) -> Lau
     return LaunchShape(mask, paged, np.asarray(q_lens, np.int32), np.asarray(kv_lens, np.int32))
 
 
-def _items(q_lens: Any, kv_lens: Any, prefix: int, longest: Any) -> LaunchShape:
+def _items(q_lens: Any, kv_lens: Any, prefix: int, longest: Any, paged: bool = True) -> LaunchShape:
     q = np.asarray(q_lens, np.int32)
     return LaunchShape(
         MaskKind.MULTI_ITEM,
-        True,
+        paged,
         q,
         np.asarray(kv_lens, np.int32),
         np.full_like(q, prefix),

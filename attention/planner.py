@@ -343,20 +343,55 @@ class _ItemArrays:
 
 
 def _multi_item_launch(groups: Sequence[tuple[_Requests, _ItemArrays]]) -> Launch:
-    totals = np.concatenate([arrays.totals for _, arrays in groups])
+    arrays = _item_arrays([arrays for _, arrays in groups])
+    return _Requests.joined([requests for requests, _ in groups]).launch(MaskKind.MULTI_ITEM, multi_item=arrays)
+
+
+def _item_arrays(groups: Sequence[_ItemArrays]) -> MultiItem:
+    """As the kernels take them: the places of all requests at one stride."""
+    totals = np.concatenate([arrays.totals for arrays in groups])
     stride = max(1, int(totals.max()))
     places = np.zeros(len(totals) * stride, np.uint16)
     places[ranges(np.arange(len(totals), dtype=np.int32) * np.int32(stride), totals)] = np.concatenate(
-        [arrays.places for _, arrays in groups]
+        [arrays.places for arrays in groups]
     )
-    prefixes = [np.full(len(arrays.totals), arrays.prefix, np.uint32) for _, arrays in groups]
-    arrays = MultiItem(
-        prefix_len_ptr=np.concatenate(prefixes),
+    return MultiItem(
+        prefix_len_ptr=np.concatenate([np.full(len(arrays.totals), arrays.prefix, np.uint32) for arrays in groups]),
         token_pos_in_items_ptr=places,
         token_pos_in_items_len=stride,
-        max_item_len_ptr=np.concatenate([arrays.longest for _, arrays in groups]).astype(np.uint16),
+        max_item_len_ptr=np.concatenate([arrays.longest for arrays in groups]).astype(np.uint16),
     )
-    return _Requests.joined([requests for requests, _ in groups]).launch(MaskKind.MULTI_ITEM, multi_item=arrays)
+
+
+def _fused(draft: Draft, leaves: Ints) -> Made:
+    """One launch on contiguous K/V: the rows of several items share a tile, which scans the path once for all of them
+    and then their own part under the multi-item mask. `attention.tiles` cuts it."""
+    layout = draft.layout
+    _refuse_items(draft, leaves, "fused")
+    requests: list[tuple[Ints, Ints, _ItemArrays]] = []  # rows, keys, mask
+    for path, own in _siblings(layout, leaves):
+        draft.keep(path)
+        for depth in range(1, len(path) + 1):
+            if len(rows := draft.claim(path[:depth])):
+                arrays = _ItemArrays.of(_end(layout, path[:depth]), NONE, NONE)
+                requests.append((rows, _path_tokens(layout, path[:depth]), arrays))
+        before = _path_tokens(layout, path)
+        for items in np.split(own, np.flatnonzero(np.diff(own) != 1) + 1):  # others may lie between
+            length = layout.length[items]
+            rows = ranges(layout.row_start[items], length)
+            arrays = _ItemArrays.of(_end(layout, path), length, np.zeros(1, np.int32))
+            requests.append((rows, np.concatenate([before, layout.row_tokens[rows]]), arrays))
+    return [_fused_launch(requests)], []
+
+
+def _fused_launch(requests: Sequence[tuple[Ints, Ints, _ItemArrays]]) -> Launch:
+    return Launch(
+        mask=MaskKind.MULTI_ITEM,
+        q_rows=np.concatenate([rows for rows, _, _ in requests]),
+        qo_indptr=indptr([len(rows) for rows, _, _ in requests]),
+        kv=RaggedKv(indptr([len(keys) for _, keys, _ in requests]), np.concatenate([keys for _, keys, _ in requests])),
+        multi_item=_item_arrays([arrays for _, _, arrays in requests]),
+    )
 
 
 def _custom_mask(draft: Draft, leaves: Ints) -> Made:
@@ -430,6 +465,7 @@ _STRATEGIES: dict[Strategy, Callable[[Draft, Ints], Made]] = {
     Strategy.CASCADE_CONTIGUOUS: _cascade_contiguous,
     Strategy.MULTI_ITEM: _multi_item,
     Strategy.PACKED_MULTI_ITEM: _packed_multi_item,
+    Strategy.FUSED: _fused,
     Strategy.CUSTOM_MASK: _custom_mask,
     Strategy.REFERENCE: _custom_mask,
 }

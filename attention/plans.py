@@ -30,14 +30,23 @@ class Strategy(StrEnum):
     CASCADE_CONTIGUOUS = "cascade_contiguous"
     MULTI_ITEM = "multi_item"
     PACKED_MULTI_ITEM = "packed_multi_item"
+    FUSED = "fused"
     CUSTOM_MASK = "custom_mask"
     REFERENCE = "reference"
 
 
 # They compare places in the packed sequence, or none: exact only where no window is shorter than prefix and item.
-WINDOWLESS = frozenset({Strategy.CASCADE, Strategy.CASCADE_CONTIGUOUS, Strategy.MULTI_ITEM, Strategy.PACKED_MULTI_ITEM})
-# Their kernels count an item's tokens in 16 bits.
-ITEM_LIMITED = frozenset({Strategy.MULTI_ITEM, Strategy.PACKED_MULTI_ITEM})
+WINDOWLESS = frozenset(
+    {
+        Strategy.CASCADE,
+        Strategy.CASCADE_CONTIGUOUS,
+        Strategy.MULTI_ITEM,
+        Strategy.PACKED_MULTI_ITEM,
+        Strategy.FUSED,
+    }
+)
+# Their masks count an item's tokens in 16 bits.
+ITEM_LIMITED = frozenset({Strategy.MULTI_ITEM, Strategy.PACKED_MULTI_ITEM, Strategy.FUSED})
 
 
 # Their masks take rows x tokens.

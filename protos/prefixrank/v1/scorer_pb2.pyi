@@ -50,6 +50,8 @@ class _StrategyEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """Requests of at most 128 rows, each some documents under the multi-item mask, over shared prefix pages."""
     STRATEGY_CUSTOM_MASK: _Strategy.ValueType  # 10
     """An explicit mask, packed to bits: quadratic memory."""
+    STRATEGY_FUSED: _Strategy.ValueType  # 11
+    """One kernel of our own: a tile holds the rows of several documents and scans the prefix once for all of them."""
 
 class Strategy(_Strategy, metaclass=_StrategyEnumTypeWrapper):
     """How the attention of a pass is laid out. UNSPECIFIED lets the service choose (AUTO)."""
@@ -75,6 +77,8 @@ STRATEGY_PACKED_MULTI_ITEM: Strategy.ValueType  # 9
 """Requests of at most 128 rows, each some documents under the multi-item mask, over shared prefix pages."""
 STRATEGY_CUSTOM_MASK: Strategy.ValueType  # 10
 """An explicit mask, packed to bits: quadratic memory."""
+STRATEGY_FUSED: Strategy.ValueType  # 11
+"""One kernel of our own: a tile holds the rows of several documents and scans the prefix once for all of them."""
 global___Strategy = Strategy
 
 class _Truncation:

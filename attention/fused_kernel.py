@@ -1,0 +1,261 @@
+"""The `fused` strategy's kernel in Triton: one launch, a CTA for each tile of `attention.tiles` and KV head.
+
+A tile packs the query heads of a group with its rows. It keeps a running maximum and sum (online softmax) over the
+keys that all of its rows see, in blocks without a mask, and then over its own part under the items' mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.tiles import COLUMNS
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the kernel is built: packed query rows and keys of a block, warps, loads in flight.
+
+    tma: contiguous keys are loaded by the tensor memory accelerator
+    """
+
+    rows: int = 128
+    keys: int = 128
+    warps: int = 8
+    stages: int = 2
+    tma: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTiles:
+    """`attention.tiles.Tiles` on the device, perhaps longer than needed: a tile or merge of no rows does nothing.
+
+    cached: whether any tile reads slots; merges: None where nothing was split
+    """
+
+    tiles: Tensor
+    slots: Tensor
+    runs: Tensor
+    item_start: Tensor
+    merges: Tensor | None
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Partial results: out [parts, kv_heads, rows of a block, head_dim] and their log2-sum-exp, in fp32."""
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def make(cls, parts: int, kv_heads: int, rows: int, head_dim: int, device: torch.device) -> Parts:
+        shape = (parts, kv_heads, rows)
+        return cls(
+            torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+        )
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    held: tuple[Tensor, Tensor] | None,
+    tiles: DeviceTiles,
+    parts: Parts | None,
+    out: Tensor,
+    scale: float,
+    blocks: Blocks,
+) -> None:
+    """Attention of every tile into `out`.
+
+    q [rows, heads, head_dim] and k, v [rows, kv_heads, head_dim] may be views of one wider tensor (rows strided);
+    held: K and V of the slots, [.., kv_heads, head_dim] contiguous; out [rows, heads, head_dim] contiguous.
+    """
+    heads, head_dim = q.shape[1:]
+    kv_heads = k.shape[1]
+    assert (tiles.merges is None) == (parts is None), "what was split is merged"
+    held_k, held_v = (k, v) if held is None else held
+    k_source, v_source = (_descriptor(x, blocks.keys) if blocks.tma else x for x in (k, v))
+    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "M": blocks.rows}
+    split = parts is not None
+    _fused[(len(tiles.tiles) * kv_heads,)](
+        q, k_source, v_source, held_k, held_v, out,
+        parts.out if parts else out, parts.lse if parts else out,
+        tiles.tiles, tiles.slots, tiles.runs, tiles.item_start,
+        q.stride(0), k.stride(0), scale * LOG2_E,
+        **shape, N=blocks.keys, TMA=blocks.tma, CACHED=tiles.cached and held is not None, SPLIT=split, COLUMNS=COLUMNS,
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    if parts is not None and tiles.merges is not None:
+        _merge[(len(tiles.merges) * kv_heads,)](
+            parts.out, parts.lse, out, tiles.merges, **shape, num_warps=4
+        )
+
+
+def _descriptor(x: Tensor, keys: int) -> Any:
+    """x as the memory accelerator takes it: [rows, kv_heads * head_dim]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [keys, x.shape[2]])
+
+
+@triton.jit
+def _step(q, k, v, acc, total, top, scale):
+    """One block of keys that every row sees. q [M, D]; k, v [N, D]; acc [M, D]; total, top [M]."""
+    scores = tl.dot(q, tl.trans(k)) * scale
+    new = tl.maximum(top, tl.max(scores, 1))
+    p = tl.math.exp2(scores - new[:, None])
+    fade = tl.math.exp2(top - new)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+    return acc, total * fade + tl.sum(p, 1), new
+
+
+@triton.jit
+def _masked_step(q, k, v, seen, acc, total, top, scale):
+    """One block of keys, of which each row sees some or none. seen [M, N] or [1, N]."""
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
+    p = tl.math.exp2(scores - base[:, None])
+    fade = tl.math.exp2(top - base)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+    return acc, total * fade + tl.sum(p, 1), new
+
+
+@triton.jit
+def _rows(source, first, last, column, stride, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """[N, D] rows from `first` on; without TMA, those from `last` on are zero."""
+    if TMA:
+        return source.load([first, column])
+    at = first + tl.arange(0, N)
+    place = at[:, None] * stride + column + tl.arange(0, D)[None, :]
+    return tl.load(source + place, mask=(at < last)[:, None], other=0.0)
+
+
+@triton.jit
+def _whole_rows(source, first, column, stride, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    if TMA:
+        return source.load([first, column])
+    at = first + tl.arange(0, N)
+    return tl.load(source + at[:, None] * stride + column + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def _fused(
+    q, k, v, held_k, held_v, out, part_out, part_lse, tiles, slots, runs, item_start, q_stride, kv_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    TMA: tl.constexpr, CACHED: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    head = program % KV_HEADS
+    tile = tiles + (program // KV_HEADS) * COLUMNS
+    rows = tl.load(tile + 1)
+    if rows == 0:
+        return
+    first = tl.load(tile)
+    group: tl.constexpr = HEADS // KV_HEADS
+    m = tl.arange(0, M)
+    d = tl.arange(0, D)
+    n = tl.arange(0, N)
+    row = first + tl.minimum(m // group, rows - 1)
+    column = head * D
+    query = tl.load(q + row[:, None] * q_stride + (head * group + m % group)[:, None] * D + d[None, :])
+    acc = tl.zeros([M, D], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+
+    if CACHED:
+        slot = tl.load(tile + 2)
+        count = tl.load(tile + 3)
+        for j in tl.range(0, count, N):
+            inside = j + n < count
+            at = tl.load(slots + slot + j + n, mask=inside, other=0).to(tl.int64)
+            place = at[:, None] * (KV_HEADS * D) + column + d[None, :]
+            kb = tl.load(held_k + place, mask=inside[:, None], other=0.0)
+            vb = tl.load(held_v + place, mask=inside[:, None], other=0.0)
+            acc, total, top = _masked_step(query, kb, vb, inside[None, :], acc, total, top, scale)
+
+    run = tl.load(tile + 4)
+    run_end = tl.load(tile + 5)
+    before = tl.load(tile + 6)
+    own = tl.load(tile + 7)
+    own_end = tl.load(tile + 8)
+    for r in range(run, run_end + 1):
+        begin = before
+        end = own
+        if r < run_end:
+            begin = tl.load(runs + 2 * r)
+            end = begin + tl.load(runs + 2 * r + 1)
+        whole = begin + (end - begin) // N * N
+        for j in tl.range(begin, whole, N):
+            kb = _whole_rows(k, j, column, kv_stride, TMA, N, D)
+            vb = _whole_rows(v, j, column, kv_stride, TMA, N, D)
+            acc, total, top = _step(query, kb, vb, acc, total, top, scale)
+        if whole < end:
+            kb = _rows(k, whole, end, column, kv_stride, TMA, N, D)
+            vb = _rows(v, whole, end, column, kv_stride, TMA, N, D)
+            acc, total, top = _masked_step(query, kb, vb, (whole + n < end)[None, :], acc, total, top, scale)
+
+    start = tl.load(item_start + row)
+    for j in tl.range(own, own_end, N):
+        kb = _rows(k, j, own_end, column, kv_stride, TMA, N, D)
+        vb = _rows(v, j, own_end, column, kv_stride, TMA, N, D)
+        key = (j + n)[None, :]
+        seen = (key <= row[:, None]) & (key >= start[:, None])
+        acc, total, top = _masked_step(query, kb, vb, seen, acc, total, top, scale)
+
+    acc = acc / total[:, None]
+    live = m // group < rows
+    if SPLIT:
+        part = tl.load(tile + 9)
+        if part >= 0:
+            place = (part * KV_HEADS + head) * M + m
+            tl.store(part_out + place[:, None] * D + d[None, :], acc)
+            tl.store(part_lse + place, top + tl.math.log2(total))
+            return
+    place = (row[:, None] * HEADS + (head * group + m % group)[:, None]) * D + d[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _merge(
+    part_out, part_lse, out, merges,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """The parts of one tile and KV head, weighted by their sums."""
+    program = tl.program_id(0)
+    head = program % KV_HEADS
+    merge = merges + (program // KV_HEADS) * 4
+    rows = tl.load(merge + 1)
+    if rows == 0:
+        return
+    first = tl.load(merge)
+    part = tl.load(merge + 2)
+    count = tl.load(merge + 3)
+    group: tl.constexpr = HEADS // KV_HEADS
+    m = tl.arange(0, M)
+    d = tl.arange(0, D)
+    acc = tl.zeros([M, D], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    for i in range(part, part + count):
+        place = (i * KV_HEADS + head) * M + m
+        lse = tl.load(part_lse + place)
+        new = tl.maximum(top, lse)
+        weight = tl.math.exp2(lse - new)
+        fade = tl.math.exp2(top - new)
+        acc = acc * fade[:, None] + tl.load(part_out + place[:, None] * D + d[None, :]) * weight[:, None]
+        total = total * fade + weight
+        top = new
+    row = first + m // group
+    place = (row[:, None] * HEADS + (head * group + m % group)[:, None]) * D + d[None, :]
+    tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=(m // group < rows)[:, None])

@@ -1,0 +1,221 @@
+"""The tiles of the `fused` strategy's kernel: which rows a CTA takes and which keys it scans, as plain arrays.
+
+A tile is a run of consecutive rows behind one path. It scans, in this order: cached keys by their slots, runs of rows
+that all of its rows see (the path's computed part, and what came before in their own segment), and its own part under
+the mask `item_start[row] <= key <= row`. A tile with very many keys may be split; its parts are merged afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.layout import Ints, indptr, ranges
+from attention.plans import Launch, MaskKind, RaggedKv
+
+# Columns of a tile: rows [ROW, ROW + ROWS); keys at slots [SLOT, SLOT + SLOTS) of `slots`; runs [RUN, RUN_END) of
+# `runs`, then rows [BEFORE, OWN), all unmasked; rows [OWN, OWN_END) masked. PART: its partial result, -1: none.
+ROW, ROWS, SLOT, SLOTS, RUN, RUN_END, BEFORE, OWN, OWN_END, PART = range(10)
+COLUMNS = 12  # a power of two is not needed, a multiple of 16 bytes is
+PROCESSORS = 132  # of an H100 or H200
+SHORTEST_SPLIT = 256  # keys: a shorter part costs more to merge than it saves
+WAVES = 2  # parts that a processor should get when there are too few tiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """What one launch's CTAs do, largest first.
+
+    tiles       [n, COLUMNS]
+    slots       cached keys of all paths, by slot
+    runs        [r, 2]  first row and rows of each run
+    item_start  [rows]  first row that the row may see of the masked part
+    merges      [m, 4]  first row, rows, first part, parts
+    """
+
+    tiles: Ints
+    slots: Ints
+    runs: Ints
+    item_start: Ints
+    merges: Ints
+
+    @property
+    def parts(self) -> int:
+        return int(self.merges[:, 3].sum())
+
+
+def tile(
+    launch: Launch,
+    rows: int,
+    place: Ints,
+    cached_slots: Ints,
+    tokens: int,
+    columns: int,
+    shortest_split: int = SHORTEST_SPLIT,
+) -> Tiles:
+    """Cuts a fused launch into tiles of at most `tokens` rows.
+
+    rows: of the pass; place: [tokens of the layout] place in (cached tokens, then rows); cached_slots: [cached];
+    columns: KV heads, each of which has a CTA for every tile.
+    """
+    assert launch.mask is MaskKind.MULTI_ITEM and launch.multi_item is not None, "fused launches mask by items"
+    assert isinstance(launch.kv, RaggedKv), "fused launches name their keys token by token"
+    builder = _Builder(rows, len(cached_slots))
+    for b in range(launch.requests):
+        first, last = int(launch.qo_indptr[b]), int(launch.qo_indptr[b + 1])
+        keys = place[launch.kv.kv_tokens[launch.kv.kv_indptr[b] : launch.kv.kv_indptr[b + 1]]]
+        stride = launch.multi_item.token_pos_in_items_len
+        fresh = max(0, len(keys) - int(launch.multi_item.prefix_len_ptr[b]))
+        places = launch.multi_item.token_pos_in_items_ptr[b * stride : b * stride + fresh].astype(np.int32)
+        builder.request(launch.q_rows[first:last], keys[: len(keys) - (last - first)], places, tokens)
+    return builder.finish(cached_slots, columns, shortest_split)
+
+
+class _Builder:
+    def __init__(self, rows: int, cached: int) -> None:
+        self._cached = cached
+        self._item_start = np.zeros(rows, np.int32)
+        self._tiles: list[Ints] = []
+        self._slots: list[Ints] = []
+        self._runs: list[Ints] = []
+        self._slot_count = 0
+        self._run_count = 0
+
+    def request(self, rows: Ints, shared: Ints, places: Ints, tokens: int) -> None:
+        """shared: places of the keys before the first row; places: of the last rows in their items, from 1."""
+        first, count = int(rows[0]), len(rows)
+        assert int(rows[-1]) == first + count - 1, "the rows of a fused request follow one another"
+        start = np.full(count, first, np.int32)
+        if len(places):
+            start[count - len(places) :] = rows[count - len(places) :] - places + 1
+        self._item_start[first : first + count] = start
+        slots, runs = shared[shared < self._cached], _runs(shared[shared >= self._cached] - self._cached)
+        begin = _cuts(start - first, tokens, len(shared))
+        end = np.append(begin[1:], count)
+        one_item = start[begin] == start[end - 1]  # what came before in it is seen by all rows of the tile
+        tiles = np.zeros((len(begin), COLUMNS), np.int32)
+        tiles[:, ROW] = first + begin
+        tiles[:, ROWS] = end - begin
+        tiles[:, SLOT], tiles[:, SLOTS] = self._slot_count, len(slots)
+        tiles[:, RUN], tiles[:, RUN_END] = self._run_count, self._run_count + len(runs)
+        tiles[:, BEFORE] = start[begin]
+        tiles[:, OWN] = np.where(one_item, first + begin, start[begin])
+        tiles[:, OWN_END] = first + end
+        tiles[:, PART] = -1
+        self._tiles.append(tiles)
+        self._slots.append(slots)
+        self._runs.append(runs)
+        self._slot_count += len(slots)
+        self._run_count += len(runs)
+
+    def finish(self, cached_slots: Ints, columns: int, shortest_split: int) -> Tiles:
+        tiles, runs = np.concatenate(self._tiles), np.concatenate(self._runs)
+        keys = _keys(tiles, runs)
+        tiles, runs, merges = _split(tiles, runs, keys, columns, shortest_split)
+        order = np.argsort(-_keys(tiles, runs), kind="stable")
+        slots = cached_slots[np.concatenate(self._slots)] if self._slot_count else np.zeros(0, np.int32)
+        return Tiles(np.ascontiguousarray(tiles[order]), slots, runs, self._item_start, merges)
+
+
+def _runs(rows: Ints) -> Ints:
+    """[r, 2] first row and length of each stretch of consecutive rows."""
+    if not len(rows):
+        return np.zeros((0, 2), np.int32)
+    begins = np.concatenate([[0], np.flatnonzero(np.diff(rows) != 1) + 1])
+    lengths = np.diff(np.append(begins, len(rows)))
+    return np.stack([rows[begins], lengths], axis=1).astype(np.int32)
+
+
+def _cuts(start: Ints, tokens: int, shared: int) -> Ints:
+    """First row of each tile. start: [rows] first row of each row's item, both counted from 0.
+
+    A tile may begin inside an item and reach into the next ones. It then scans that item's beginning under the mask,
+    for rows that mostly do not see it, which is cheaper than a half-empty tile unless the item is longer than the
+    shared part.
+    """
+    count = len(start)
+    even = np.arange(0, count, tokens, dtype=np.int32)
+    ends = np.minimum(even + tokens, count) - 1
+    if not ((start[ends] != start[even]) & (even - start[even] > shared)).any():
+        return even
+    changes = np.append(np.flatnonzero(np.diff(start)) + 1, count)  # first row of each later item
+    cuts, at = [], 0
+    while at < count:
+        cuts.append(at)
+        item_end = int(changes[np.searchsorted(changes, at, side="right")])
+        at = item_end if item_end < at + tokens and at - int(start[at]) > shared else at + tokens
+    return np.array(cuts, np.int32)
+
+
+def _keys(tiles: Ints, runs: Ints) -> Ints:
+    """[n] keys that each tile scans."""
+    total = indptr(runs[:, 1])
+    shared: Ints = tiles[:, SLOTS] + total[tiles[:, RUN_END]] - total[tiles[:, RUN]]
+    return shared + tiles[:, OWN_END] - tiles[:, BEFORE]
+
+
+def _split(tiles: Ints, runs: Ints, keys: Ints, columns: int, shortest: int) -> tuple[Ints, Ints, Ints]:
+    """Tiles with more than their share of the keys, in parts. Returns tiles, runs and merges."""
+    even = max(shortest, int(keys.sum()) * columns // (PROCESSORS * WAVES))
+    unmasked = keys - (tiles[:, OWN_END] - tiles[:, OWN])
+    parts = np.where((2 * keys > 3 * even) & (unmasked > 0), -(-keys // even), 1)
+    merges = np.zeros((0, 4), np.int32)
+    if (parts == 1).all():
+        return tiles, runs, merges
+    made: list[Ints] = [tiles[parts == 1]]
+    made_runs, run_count, part = [runs], len(runs), 0
+    merged = []
+    for one, count in zip(tiles[parts > 1], parts[parts > 1].tolist(), strict=True):
+        pieces, piece_runs = _pieces(one, runs, count, run_count, part)
+        made.append(pieces)
+        made_runs.append(piece_runs)
+        merged.append((one[ROW], one[ROWS], part, len(pieces)))
+        run_count += len(piece_runs)
+        part += len(pieces)
+    return np.concatenate(made), np.concatenate(made_runs), np.array(merged, np.int32)
+
+
+def _pieces(one: Ints, runs: Ints, count: int, first_run: int, first_part: int) -> tuple[Ints, Ints]:
+    """One tile in at most `count` parts of about as many keys: the unmasked keys dealt out, the masked ones with the
+    last part."""
+    before = np.array([[one[BEFORE], one[OWN] - one[BEFORE]]], np.int32)
+    stretches = np.concatenate([runs[one[RUN] : one[RUN_END]], before])
+    ends = indptr(stretches[:, 1]) + one[SLOTS]  # place of each stretch among the unmasked keys
+    unmasked = int(ends[-1])
+    bounds = np.unique(np.linspace(0, unmasked, count + 1).astype(np.int32))
+    pieces = np.tile(one, (len(bounds) - 1, 1))
+    piece_runs: list[tuple[int, int]] = []
+    for i, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        pieces[i, SLOT] = one[SLOT] + min(low, int(one[SLOTS]))
+        pieces[i, SLOTS] = min(high, int(one[SLOTS])) - min(low, int(one[SLOTS]))
+        pieces[i, RUN] = first_run + len(piece_runs)
+        for (row, _), begin, end in zip(stretches.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            a, b = max(low, begin), min(high, end)
+            if a < b:
+                piece_runs.append((row + a - begin, b - a))
+        pieces[i, RUN_END] = first_run + len(piece_runs)
+    pieces[:, BEFORE] = pieces[:, OWN]
+    pieces[:-1, OWN_END] = pieces[:-1, OWN]
+    pieces[:, PART] = first_part + np.arange(len(pieces))
+    return pieces, np.array(piece_runs, np.int32).reshape(-1, 2)
+
+
+def expand(made: Tiles, place: Ints) -> Ints:
+    """[rows, tokens] how many times each row attends to each token, by the kernel's own rules.
+
+    place: as for `tile`; here the slots of `made` are to be places themselves (cached_slots = arange).
+    """
+    token_at = np.argsort(place)
+    cached = len(place) - len(made.item_start)
+    counts = np.zeros((len(made.item_start), len(place)), np.int32)
+    for one in made.tiles:
+        rows = np.arange(one[ROW], one[ROW] + one[ROWS])
+        runs = made.runs[one[RUN] : one[RUN_END]]
+        stretches = ranges(np.append(runs[:, 0], one[BEFORE]), np.append(runs[:, 1], one[OWN] - one[BEFORE]))
+        seen = np.concatenate([made.slots[one[SLOT] : one[SLOT] + one[SLOTS]], stretches + cached])
+        np.add.at(counts, (rows[:, None], token_at[seen][None, :]), 1)
+        own = np.arange(one[OWN], one[OWN_END])
+        visible = (own <= rows[:, None]) & (own >= made.item_start[rows][:, None])
+        counts[np.ix_(rows, token_at[own + cached])] += visible
+    return counts

@@ -1,0 +1,74 @@
+"""However a fused launch is cut and split, its tiles attend to each visible token exactly once and to nothing else."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.layout import Layout, Segment
+from attention.mask import visible
+from attention.planner import plan
+from attention.plans import Pages, Strategy
+from attention.residency import Residency
+from attention.tiles import OWN_END, PART, ROW, ROWS, expand, tile
+from tests.attention.draw import cases
+
+
+def cut(layout, pages, tokens, columns=8, shortest=10_000):
+    made = plan(layout, [Strategy.FUSED] * len(layout.leaves), pages)
+    place = Residency.of(layout, pages, made).place
+    (launch,) = made.launches
+    slots = np.arange(layout.tokens - layout.rows, dtype=np.int32)
+    return tile(launch, layout.rows, place, slots, tokens, columns, shortest), place
+
+
+@given(case=cases(), tokens=st.sampled_from([1, 2, 7, 16, 64]), shortest=st.sampled_from([1, 5, 10_000]))
+@settings(max_examples=300, deadline=None)
+def test_counts_are_the_mask(case, tokens, shortest):
+    layout, pages = case
+    tiles, place = cut(layout, pages, tokens, columns=0, shortest=shortest)
+    np.testing.assert_array_equal(expand(tiles, place), visible(layout).astype(np.int32))
+    assert (tiles.tiles[:, ROWS] <= tokens).all()
+
+
+@given(case=cases(), tokens=st.sampled_from([4, 16]))
+@settings(max_examples=100, deadline=None)
+def test_every_part_is_merged_once_into_the_rows_it_was_cut_from(case, tokens):
+    layout, pages = case
+    tiles, _ = cut(layout, pages, tokens, columns=0, shortest=3)
+    parts = tiles.tiles[tiles.tiles[:, PART] >= 0]
+    np.testing.assert_array_equal(np.sort(parts[:, PART]), np.arange(tiles.parts))
+    for row, rows, first, count in tiles.merges:
+        own = parts[(parts[:, PART] >= first) & (parts[:, PART] < first + count)]
+        assert len(own) == count
+        assert (own[:, ROW] == row).all()
+        assert (own[:, ROWS] == rows).all()
+    whole = tiles.tiles[tiles.tiles[:, PART] < 0]
+    rows = [np.arange(r, r + n) for r, n in (*whole[:, [ROW, ROWS]], *tiles.merges[:, :2])]
+    np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(layout.rows))
+
+
+def test_few_long_tiles_are_split_and_many_are_not():
+    few = Layout.of([Segment(-1, 8196, 8196), *[Segment(0, 4)] * 32])
+    many = Layout.of([Segment(-1, 8196, 8196), *[Segment(0, 64)] * 512])
+    kept = Pages(16, 513, (np.arange(513, dtype=np.int32), *[None] * 32))
+    tiles, _ = cut(few, kept, 64, columns=8, shortest=256)
+    assert tiles.parts >= 16
+    tiles, _ = cut(many, Pages(16, 513, (*kept.kept[:1], *[None] * 512)), 64, columns=8, shortest=256)
+    assert tiles.parts == 0
+
+
+def test_a_long_item_before_a_short_prefix_ends_its_tile():
+    """Else the next items' tile would scan the long item under the mask for nothing."""
+    layout = Layout.of([Segment(-1, 8), Segment(0, 100), *[Segment(0, 10)] * 6])
+    tiles, place = cut(layout, Pages.scratch(layout, 16), 64)
+    assert 8 + 100 in tiles.tiles[:, OWN_END]
+    np.testing.assert_array_equal(expand(tiles, place), visible(layout).astype(np.int32))
+
+
+@pytest.mark.parametrize("column", [ROW, OWN_END])
+def test_a_tile_moved_by_a_row_is_caught(column):
+    layout = Layout.of([Segment(-1, 40), *[Segment(0, 20)] * 4])
+    tiles, place = cut(layout, Pages.scratch(layout, 16), 16)
+    tiles.tiles[1, column] -= 1
+    assert not np.array_equal(expand(tiles, place), visible(layout).astype(np.int32))
