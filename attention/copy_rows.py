@@ -15,7 +15,7 @@ def copy_rows(k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor, source: Tensor, 
 
 
 @triton.jit
-def _copy_rows(k, v, to_k, to_v, source, target, width: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _copy_rows(k, v, to_k, to_v, source, target, width: tl.constexpr, block: tl.constexpr):
     i = tl.program_id(0)
     a = tl.load(source + i).to(tl.int64) * width
     b = tl.load(target + i).to(tl.int64) * width

@@ -59,7 +59,8 @@ def tile(
     rows: of the pass; place: [tokens of the layout] place in (cached tokens, then rows); cached_slots: [cached];
     columns: KV heads, each of which has a CTA for every tile.
     """
-    assert launch.mask is MaskKind.MULTI_ITEM and launch.multi_item is not None, "fused launches mask by items"
+    assert launch.mask is MaskKind.MULTI_ITEM, "fused launches mask by items"
+    assert launch.multi_item is not None, "a multi-item launch carries its arrays"
     assert isinstance(launch.kv, RaggedKv), "fused launches name their keys token by token"
     builder = _Builder(rows, len(cached_slots))
     for b in range(launch.requests):

@@ -80,6 +80,7 @@ class ScoringModel:
     layers       one LayerShape an attention layer
     head_shape   what all layers have in common, None if they differ
     mask_keys    the distinct (window, soft cap) pairs: a pass needs one plan for each
+    decoder      the model without its head
     vocabulary   rows of the head
     max_context  positions that the model was made for
     """
@@ -91,13 +92,13 @@ class ScoringModel:
         model.train(False)
         self.name = name
         self.architecture = type(model).__name__
-        self._decoder = _untyped(model, "get_decoder")()
+        self.decoder = _untyped(model, "get_decoder")()
         head = _untyped(model, "get_output_embeddings")()
         if not isinstance(head, nn.Linear):
             raise ModelError(f"{self.architecture} has no linear language-model head")
         self._weight, self._bias = head.weight, head.bias
         self._finish = _logit_transform(model.config.get_text_config())
-        self.layers = tuple(_probe(self._decoder, self.architecture, model))
+        self.layers = tuple(_probe(self.decoder, self.architecture, model))
         shapes = {(layer.heads, layer.kv_heads, layer.head_dim, layer.scale) for layer in self.layers}
         self.head_shape = HeadShape(*shapes.pop(), self.dtype) if len(shapes) == 1 else None
         self.mask_keys = tuple(dict.fromkeys(layer.mask_key for layer in self.layers))
@@ -116,7 +117,7 @@ class ScoringModel:
     def forward(self, input_ids: Ints, position_ids: Ints, read_rows: Ints, attend: Attend) -> Tensor:
         """[R, hidden] final hidden states of the read rows. input_ids, position_ids: [T]; read_rows: [R]."""
         ids, positions, reads = (_tensor(a, self.device) for a in (input_ids, position_ids, read_rows))
-        return _hidden(self._decoder, ids, positions, attend)[reads]
+        return _hidden(self.decoder, ids, positions, attend)[reads]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, read_indptr: Ints, read_ids: Ints) -> Floats:
@@ -129,7 +130,7 @@ class ScoringModel:
         out = np.empty(len(read_ids), np.float32)
         for begin in range(0, len(hidden), HEAD_ROWS):
             here = (rows >= begin) & (rows < begin + HEAD_ROWS)
-            block = self._head(hidden[begin : begin + HEAD_ROWS], _tensor(wanted, self.device))
+            block = self.head(hidden[begin : begin + HEAD_ROWS], _tensor(wanted, self.device))
             out[here] = block.cpu().numpy()[rows[here] - begin, column[here]]
         return out
 
@@ -140,15 +141,24 @@ class ScoringModel:
         places = np.flatnonzero(wanted)
         for begin in range(0, len(places), HEAD_ROWS):
             chosen = places[begin : begin + HEAD_ROWS]
-            rows = hidden[_tensor(chosen, self.device)]
-            total = torch.full((len(chosen),), -torch.inf, device=self.device)
-            for token in range(0, self.vocabulary, HEAD_TOKENS):
-                block = self._head(rows, slice(token, token + HEAD_TOKENS))
-                total = torch.logaddexp(total, block.logsumexp(dim=-1))
-            out[chosen] = total.cpu().numpy()
+            out[chosen] = self.lse(hidden[_tensor(chosen, self.device)]).cpu().numpy()
         return out
 
-    def _head(self, hidden: Tensor, tokens: Tensor | slice) -> Tensor:
+    @torch.inference_mode()
+    def pair_logits(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+        """[n] fp32 logits of tokens[i] at hidden[rows[i]]; nothing waits."""
+        raw = (hidden[rows].float() * self._weight[tokens].float()).sum(-1)
+        return self._finish(raw if self._bias is None else raw + self._bias[tokens].float())
+
+    @torch.inference_mode()
+    def lse(self, hidden: Tensor) -> Tensor:
+        """[n] fp32 log-sum-exp over the vocabulary; nothing waits."""
+        total = torch.full((len(hidden),), -torch.inf, device=hidden.device)
+        for token in range(0, self.vocabulary, HEAD_TOKENS):
+            total = torch.logaddexp(total, self.head(hidden, slice(token, token + HEAD_TOKENS)).logsumexp(dim=-1))
+        return total
+
+    def head(self, hidden: Tensor, tokens: Tensor | slice) -> Tensor:
         """[n, tokens] fp32 logits as the model defines them."""
         raw = hidden.float() @ self._weight[tokens].float().T
         if self._bias is not None:

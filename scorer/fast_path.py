@@ -1,0 +1,269 @@
+"""The hand-fused path on a GPU: passes of the `fused` strategy, replayed from CUDA graphs.
+
+A pass is planned and padded on the host, travels in one upload, and is one graph launch; whoever submits it does not
+wait for it, so that the next one is prepared meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.fused_kernel import Blocks, DeviceTiles, Parts, fused, keep_rows
+from attention.kv_pages import KvPages
+from attention.layout import Ints
+from attention.planner import plan
+from attention.plans import Pages, Strategy
+from attention.residency import Residency
+from attention.tiles import COLUMNS, SHORTEST_SPLIT, Tiles, tile
+from batching.types import Floats, PackedBatch, Reads
+from scorer.fused_model import FusedModel
+from scorer.model import ScoringModel
+from scorer.pass_arrays import (
+    LABELS,
+    SPLIT_TOKENS,
+    Cut,
+    GraphKey,
+    PassArrays,
+    few_reads,
+    fill,
+    graph_key,
+    part_capacity,
+    places,
+    token_buckets,
+)
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 3  # passes whose arrays wait in pinned memory
+GATHER_ROWS = 4_096  # (read, token) pairs whose head rows are gathered at a time
+HEAD_ROWS = 512
+UNSPLIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """A captured pass. ints: its arrays on the device; hidden [reads, width]; logits [reads, LABELS] fp32."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
+    logits: Tensor
+
+
+class FastPath:
+    """Scores passes whose items all take the `fused` strategy. One thread submits; any may wait for results."""
+
+    def __init__(
+        self, model: ScoringModel, kv_pages: KvPages, kept_pages: int, positions: int, most_tokens: int
+    ) -> None:
+        """positions: of the longest path. most_tokens: rows of a pass beyond which nothing is captured."""
+        self._model = model
+        self._fused = FusedModel(model, positions)
+        self._kv_pages = kv_pages
+        self._kept_pages = kept_pages
+        self._blocks = Blocks.of(self._fused.head_dim)
+        self._cut = Cut(self._blocks.rows * self._fused.kv_heads // self._fused.heads, self._fused.kv_heads)
+        self._buckets = token_buckets(most_tokens)
+        self._graphs: dict[GraphKey, Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        most = max(places(GraphKey(most_tokens, most_tokens, True, split), self._cut)[1] for split in (False, True))
+        self._ints = torch.zeros(most, dtype=torch.int32, device=model.device)
+        self._staging = [_Staging(most) for _ in range(IN_FLIGHT)]
+        self._parts = self._make_parts(part_capacity(SPLIT_TOKENS, self._cut))
+
+    def takes(self, batch: PackedBatch) -> bool:
+        """Whether all of its items are to be computed this way."""
+        return all(strategy is Strategy.FUSED for strategy in batch.leaf_strategies)
+
+    def capture(self, paged: bool) -> float:
+        """Captures every graph that traffic can meet and returns the seconds it took. paged: prefixes are kept."""
+        started = time.perf_counter()
+        for tokens in reversed(self._buckets):
+            for reads in sorted({few_reads(tokens), tokens}, reverse=True):
+                for with_pages in {False, paged}:
+                    for split in {False, tokens <= SPLIT_TOKENS}:
+                        self._capture(GraphKey(tokens, reads, with_pages, split))
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    @property
+    def graphs(self) -> int:
+        return len(self._graphs)
+
+    def submit(self, batch: PackedBatch, page_size: int) -> Callable[[], Reads]:
+        """Enqueues a pass; the answer waits for its reads."""
+        started = time.perf_counter()
+        arrays = self._arrays(batch, page_size)
+        key = graph_key(arrays, self._buckets, self._cut)
+        graph = None if key is None else self._graphs.get(key)
+        staging = self._next_staging()
+        if graph is not None and key is not None:
+            parts, _ = places(key, self._cut)
+            used = fill(arrays, key, parts, self._cut, staging.take())
+            planned = time.perf_counter()
+            staging.upload(self._ints, used)
+            graph.graph.replay()
+            hidden, logits = graph.hidden, graph.logits
+        else:
+            planned = time.perf_counter()
+            hidden, logits = self._eager(arrays)
+        return self._collect(batch, arrays, hidden, logits, planned - started)
+
+    def _next_staging(self) -> _Staging:
+        self._staging.append(self._staging.pop(0))
+        return self._staging[-1]
+
+    def _arrays(self, batch: PackedBatch, page_size: int) -> PassArrays:
+        layout, pages = batch.layout, Pages(page_size, self._kept_pages, batch.pages)
+        planned = plan(layout, batch.leaf_strategies, pages)
+        found = Residency.of(layout, pages, planned)
+        assert not len(found.copy_from), "the pages of one path begin where its segments do"
+        (launch,) = planned.launches
+        shortest = SHORTEST_SPLIT if layout.rows <= SPLIT_TOKENS else UNSPLIT
+        tiles = tile(launch, layout.rows, found.place, found.cached_slots, *self._cut, shortest)
+        labels = np.unique(batch.read_ids)
+        return PassArrays(
+            ids=batch.input_ids,
+            positions=batch.position_ids,
+            reads=batch.read_rows,
+            labels=labels if len(labels) <= LABELS else labels[:0],
+            tiles=tiles,
+            keep_rows=found.store_rows,
+            keep_slots=found.store_slots,
+        )
+
+    @torch.inference_mode()
+    def _capture(self, key: GraphKey) -> None:
+        """An empty pass, run once to warm up and captured."""
+        parts, _ = places(key, self._cut)
+        host = np.zeros(len(self._ints), np.int32)
+        used = fill(_empty(), key, parts, self._cut, host)
+        self._ints[:used].copy_(torch.from_numpy(host[:used]))
+        views = {p.name: self._ints[p.begin : p.end].view(p.shape) for p in parts}
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._run(views, key.paged, key.split)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+            hidden, logits = self._run(views, key.paged, key.split)
+        self._graphs[key] = Graph(graph, hidden, logits)
+
+    @torch.inference_mode()
+    def _eager(self, arrays: PassArrays) -> tuple[Tensor, Tensor]:
+        """A pass that no graph takes, operator by operator, without padding."""
+        key = GraphKey(len(arrays.ids), len(arrays.reads), arrays.paged, bool(arrays.tiles.parts))
+        tiles = arrays.tiles
+        given = {name: getattr(tiles, name) for name in ("tiles", "runs", "item_start", "merges", "slots")}
+        own = ("ids", "positions", "reads", "labels", "keep_rows", "keep_slots")
+        given |= {name: getattr(arrays, name) for name in own}
+        views = {name: torch.from_numpy(_some(array)).to(self._model.device) for name, array in given.items()}
+        views["last_tiles"] = views["tiles"]
+        return self._run(views, key.paged, key.split)
+
+    def _run(self, views: dict[str, Tensor], paged: bool, split: bool) -> tuple[Tensor, Tensor]:
+        """(final hidden states of the reads, logits of the labels there)"""
+        common = (views["slots"], views["runs"], views["item_start"], views["merges"] if split else None, paged)
+        tiles, last = (DeviceTiles(views[name], *common) for name in ("tiles", "last_tiles"))
+        parts = self._parts if split else None
+        if parts is not None and len(views["tiles"]) > len(parts.out):
+            parts = self._make_parts(len(views["tiles"]))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            held = self._kv_pages.layer(layer, k, v) if paged else None
+            if held is not None:
+                keep_rows(k, v, *held, views["keep_rows"], views["keep_slots"])
+            out = q.new_empty(q.shape)
+            fused(q, k, v, held, last if layer == self._fused.layers - 1 else tiles, parts, out, self._fused.scale,
+                  self._blocks)  # fmt: skip
+            return out
+
+        hidden = self._fused.forward(views["ids"], views["positions"], views["reads"], attend)
+        return hidden, self._model.head(hidden, views["labels"])
+
+    def _make_parts(self, count: int) -> Parts:
+        return Parts.make(count, self._fused.kv_heads, self._blocks.rows, self._fused.head_dim, self._model.device)
+
+    @torch.inference_mode()
+    def _collect(
+        self, batch: PackedBatch, arrays: PassArrays, hidden: Tensor, logits: Tensor, plan_seconds: float
+    ) -> Callable[[], Reads]:
+        count = len(arrays.reads)
+        started = time.perf_counter()
+        counts = np.diff(batch.read_indptr)
+        if len(arrays.labels):
+            on_host = _to_host(logits[:count])
+        else:
+            on_host = _to_host(self._gathered(hidden, np.repeat(np.arange(count), counts), batch.read_ids))
+        wanted = np.flatnonzero(batch.normalize).astype(np.int32)
+        lse_host = _to_host(self._log_sum_exp(hidden, wanted)) if len(wanted) else None
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+
+        def wait() -> Reads:
+            done.synchronize()
+            values: Floats = on_host.numpy()
+            if len(arrays.labels):
+                values = values[np.repeat(np.arange(count), counts), np.searchsorted(arrays.labels, batch.read_ids)]
+            lse = np.full(count, np.nan, np.float32)
+            if lse_host is not None:
+                lse[wanted] = lse_host.numpy()
+            return Reads(values.copy(), lse, plan_seconds, time.perf_counter() - started)
+
+        return wait
+
+    def _gathered(self, hidden: Tensor, rows: Ints, tokens: Ints) -> Tensor:
+        """[pairs] fp32 logits of tokens[i] at hidden[rows[i]]."""
+        place, ids = (torch.from_numpy(a.astype(np.int64)).to(hidden.device, non_blocking=True) for a in (rows, tokens))
+        blocks = [
+            self._model.pair_logits(hidden, place[i : i + GATHER_ROWS], ids[i : i + GATHER_ROWS])
+            for i in range(0, len(rows), GATHER_ROWS)
+        ]
+        return torch.cat(blocks) if blocks else hidden.new_empty(0, dtype=torch.float32)
+
+    def _log_sum_exp(self, hidden: Tensor, wanted: Ints) -> Tensor:
+        rows = hidden[torch.from_numpy(wanted).long().to(hidden.device, non_blocking=True)]
+        return torch.cat([self._model.lse(rows[i : i + HEAD_ROWS]) for i in range(0, len(rows), HEAD_ROWS)])
+
+
+class _Staging:
+    """Pinned ints that travel in one piece."""
+
+    def __init__(self, size: int) -> None:
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+        self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def take(self) -> Ints:
+        """The memory, once its last upload is through."""
+        self._uploaded.synchronize()
+        array: Ints = self._host.numpy()
+        return array
+
+    def upload(self, to: Tensor, used: int) -> None:
+        to[:used].copy_(self._host[:used], non_blocking=True)
+        self._uploaded.record()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A pinned copy, ready when the stream has come to it."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _some(array: Ints) -> Ints:
+    """At least one row, as kernels take no empty arrays."""
+    return np.ascontiguousarray(array if len(array) else np.zeros((1, *array.shape[1:]), np.int32), np.int32)
+
+
+def _empty() -> PassArrays:
+    """No rows: all of a graph is padding."""
+    none = np.zeros(0, np.int32)
+    tiles = Tiles(np.zeros((0, COLUMNS), np.int32), none, np.zeros((0, 2), np.int32), none, np.zeros((0, 4), np.int32))
+    return PassArrays(none, none, none, none, tiles, none, none)

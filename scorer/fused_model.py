@@ -1,0 +1,148 @@
+"""The hand-fused path of the Llama and Qwen family: the loaded model's own weights, fewer and wider operators.
+
+q, k and v are one matrix, gate and up another; norms take the residual along. The modules' weights become views of the
+fused ones, so nothing is held twice and the general path still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attention.plans import MaskKey
+from scorer.fused_ops import add_rms_norm, rms_norm, rotate, silu_mul
+from scorer.model import ScoringModel
+
+FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MLP_ROWS = 16_384  # rows that the wide middle of the MLP exists for at a time
+PLAIN = (MaskKey(None, 0.0),)
+
+# (layer, q [n, heads, head_dim], k and v [n, kv_heads, head_dim]) -> [n, heads, head_dim]
+FusedAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedLayer:
+    """One layer's weights. norms: of query and key heads, where the family has them."""
+
+    qkv: nn.Linear
+    out: nn.Linear
+    gate_up: nn.Linear
+    down: nn.Linear
+    before_attention: Tensor
+    before_mlp: Tensor
+    norms: tuple[Tensor, Tensor] | None
+
+
+def refusal(model: ScoringModel) -> str:
+    """Why a model has no hand-fused path; empty where it has one."""
+    if model.architecture not in FAMILY:
+        return f"{model.architecture} is not of the hand-fused family ({', '.join(FAMILY)})"
+    if model.mask_keys != PLAIN:
+        return f"{model.architecture} has sliding windows or soft caps"
+    if model.head_shape is None:
+        return "its layers differ in their heads"
+    if model.context_note:
+        return model.context_note
+    head_dim = model.head_shape.head_dim
+    config = model.hf.config
+    if head_dim & (head_dim - 1) or head_dim < 16:
+        return f"head_dim {head_dim} is no power of two"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its MLP uses {config.hidden_act}"
+    layer = cast(Any, model.decoder).layers[0]
+    if layer.mlp.gate_proj.bias is not None or layer.self_attn.o_proj.bias is not None:
+        return "its MLP or output projection has a bias"
+    return ""
+
+
+class FusedModel:
+    """Rows in, final hidden states out. Final.
+
+    heads, kv_heads, head_dim, scale, layers  of the model
+    """
+
+    def __init__(self, model: ScoringModel, positions: int) -> None:
+        """positions: the longest path that will be asked for. The model must have no `refusal`."""
+        assert not refusal(model), "a refused model has no fused path"
+        assert model.head_shape is not None, "checked by refusal"
+        self.heads, self.kv_heads, self.head_dim, self.scale, self.dtype = model.head_shape
+        decoder = cast(Any, model.decoder)
+        self._embed = cast(nn.Embedding, decoder.embed_tokens)
+        self._norm = cast(Tensor, decoder.norm.weight)
+        self._eps = float(model.hf.config.rms_norm_eps)
+        self._table = _rotary_table(decoder.rotary_emb, positions, model.device)
+        self._layers = tuple(_fuse(layer) for layer in decoder.layers)
+        self.layers = len(self._layers)
+        self.device = model.device
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, reads: Tensor | None, attend: FusedAttend) -> Tensor:
+        """[len(reads), hidden], normed; reads None: of every row. ids, positions: [n] int32.
+
+        The last layer computes queries, keys and values for all rows, and the rest for the rows that are read.
+        """
+        x = self._embed(ids)
+        y = rms_norm(x, self._layers[0].before_attention, self._eps)
+        for number, layer in enumerate(self._layers):
+            mixed = self._attention(number, layer, y, positions, attend)
+            if number == self.layers - 1 and reads is not None:
+                mixed, x = mixed.index_select(0, reads), x.index_select(0, reads)
+            y = add_rms_norm(x, layer.out(mixed), layer.before_mlp, self._eps)
+            after = self._norm if number == self.layers - 1 else self._layers[number + 1].before_attention
+            y = add_rms_norm(x, _mlp(layer, y), after, self._eps)
+        return y
+
+    def _attention(self, number: int, layer: FusedLayer, y: Tensor, positions: Tensor, attend: FusedAttend) -> Tensor:
+        qkv = layer.qkv(y)
+        rotate(qkv, self.heads, self.kv_heads, self._table, positions, layer.norms, self._eps)
+        sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v = (part.view(len(qkv), -1, self.head_dim) for part in torch.split(qkv, sizes, dim=1))
+        return attend(number, q, k, v).flatten(1)
+
+
+def _mlp(layer: FusedLayer, y: Tensor) -> Tensor:
+    if len(y) <= MLP_ROWS:
+        return cast(Tensor, layer.down(silu_mul(layer.gate_up(y))))
+    return torch.cat([layer.down(silu_mul(layer.gate_up(part))) for part in torch.split(y, MLP_ROWS)])
+
+
+def _fuse(layer: Any) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    has_norms = hasattr(attention, "q_norm")
+    return FusedLayer(
+        qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out=attention.o_proj,
+        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
+        down=mlp.down_proj,
+        before_attention=layer.input_layernorm.weight,
+        before_mlp=layer.post_attention_layernorm.weight,
+        norms=(attention.q_norm.weight, attention.k_norm.weight) if has_norms else None,
+    )
+
+
+def _joined(parts: list[nn.Linear]) -> nn.Linear:
+    """One product for several over the same input; the parts become views of it."""
+    joined = nn.Linear(1, 1, bias=parts[0].bias is not None, device="meta")
+    names = ("weight", "bias") if parts[0].bias is not None else ("weight",)
+    for name in names:
+        whole = torch.cat([getattr(part, name).data for part in parts])
+        setattr(joined, name, nn.Parameter(whole, requires_grad=False))
+        for part, view in zip(parts, torch.split(whole, [len(getattr(p, name)) for p in parts]), strict=True):
+            getattr(part, name).data = view
+    joined.out_features, joined.in_features = joined.weight.shape
+    return joined
+
+
+@torch.inference_mode()
+def _rotary_table(rotary: nn.Module, positions: int, device: torch.device) -> Tensor:
+    """[positions, head_dim] fp32: cosines, then sines, of the first half of the head's dimensions."""
+    place = torch.arange(positions, device=device)[None]
+    cos, sin = rotary(torch.zeros(1, device=device), place)
+    half = cos.shape[-1] // 2
+    assert torch.equal(cos[..., :half], cos[..., half:]), "both halves of a head turn alike"
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=1).float().contiguous()

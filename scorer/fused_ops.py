@@ -1,0 +1,72 @@
+"""The position-wise operators of the hand-fused path, twice: in Triton for a GPU, in torch for everything else.
+
+They round where transformers' modules round, so that both bodies and the modules agree to the last bits of the type.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[n, width] like x: x over its root mean square, times weight."""
+    if x.is_cuda:
+        from scorer import fused_triton
+
+        return fused_triton.rms_norm(x, None, weight, eps)
+    return _norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x += delta in place; [n, width] the norm of the sum."""
+    if x.is_cuda:
+        from scorer import fused_triton
+
+        return fused_triton.rms_norm(x, delta, weight, eps)
+    x += delta
+    return _norm(x, weight, eps)
+
+
+def rotate(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    table: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> None:
+    """Norms each query and key head (where the family does) and turns it by its position, in place.
+
+    qkv [n, (heads + 2 kv_heads) * head_dim]; table [positions, head_dim] fp32, cosines then sines; positions [n] int32
+    """
+    if qkv.is_cuda:
+        from scorer import fused_triton
+
+        fused_triton.rotate(qkv, heads, kv_heads, table, positions, norms, eps)
+        return
+    head_dim = table.shape[1]
+    x = qkv[:, : (heads + kv_heads) * head_dim].view(len(qkv), heads + kv_heads, head_dim)
+    if norms is not None:
+        x = torch.cat([_norm(x[:, :heads], norms[0], eps), _norm(x[:, heads:], norms[1], eps)], dim=1)
+    cos, sin = table[positions.long()].chunk(2, dim=1)
+    first, second = x.float().chunk(2, dim=2)
+    turned = (first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None])
+    qkv[:, : (heads + kv_heads) * head_dim] = torch.cat(turned, dim=2).to(qkv.dtype).flatten(1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[n, width] from [n, 2 width]: silu of the first half times the second."""
+    if gate_up.is_cuda:
+        from scorer import fused_triton
+
+        return fused_triton.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=1)
+    return functional.silu(gate) * up
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,0 +1,105 @@
+"""`scorer.fused_ops` on a GPU: each reads and writes its rows once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SILU_BLOCK = 1024
+
+
+def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """The norm of x, or of x + delta, which then replaces x. x, delta: [n, width] contiguous."""
+    out = torch.empty_like(x)
+    width = x.shape[1]
+    block = triton.next_power_of_2(width)
+    _rms_norm[(len(x),)](
+        x, x if delta is None else delta, weight, out, eps, WIDTH=width, ADD=delta is not None, BLOCK=block,
+        num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rms_norm(x, delta, weight, out, eps, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    value = tl.load(x + row + at, inside, 0.0)
+    if ADD:
+        value = value + tl.load(delta + row + at, inside, 0.0)
+        tl.store(x + row + at, value, inside)
+    wide = value.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    scaled = tl.load(weight + at, inside, 0.0) * normed.to(value.dtype)
+    tl.store(out + row + at, scaled, inside)
+
+
+def rotate(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    table: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> None:
+    """In place; see `scorer.fused_ops.rotate`. qkv: [n, ..] contiguous."""
+    head_dim = table.shape[1]
+    all_heads = heads + kv_heads
+    q_weight, k_weight = (table, table) if norms is None else norms
+    _rotate[(len(qkv),)](
+        qkv, table, positions, q_weight, k_weight, qkv.shape[1], eps,
+        HEADS=heads, ALL=all_heads, HALF=head_dim // 2, NORM=norms is not None,
+        BLOCK=triton.next_power_of_2(all_heads), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate(
+    qkv, table, positions, q_weight, k_weight, stride, eps,
+    HEADS: tl.constexpr, ALL: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    position = tl.load(positions + row)
+    head = tl.arange(0, BLOCK)[:, None]
+    at = tl.arange(0, HALF)[None, :]
+    inside = (head < ALL) & (at < HALF)
+    place = qkv + row.to(tl.int64) * stride + head * (2 * HALF) + at
+    first = tl.load(place, inside, 0.0)
+    second = tl.load(place + HALF, inside, 0.0)
+    dtype = first.dtype
+    if NORM:
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        is_query = head < HEADS
+        w1 = tl.where(is_query, tl.load(q_weight + at), tl.load(k_weight + at))
+        w2 = tl.where(is_query, tl.load(q_weight + HALF + at), tl.load(k_weight + HALF + at))
+        first = w1 * (a * scale).to(dtype)
+        second = w2 * (b * scale).to(dtype)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    cos = tl.load(table + position.to(tl.int64) * (2 * HALF) + at)
+    sin = tl.load(table + position.to(tl.int64) * (2 * HALF) + HALF + at)
+    tl.store(place, (a * cos - b * sin).to(dtype), inside)
+    tl.store(place + HALF, (b * cos + a * sin).to(dtype), inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `scorer.fused_ops.silu_mul`. gate_up: [n, 2 width] contiguous."""
+    width = gate_up.shape[1] // 2
+    out = torch.empty((len(gate_up), width), dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul[(len(gate_up), triton.cdiv(width, SILU_BLOCK))](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def _silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    gate = tl.load(gate_up + row * (2 * WIDTH) + at, inside, 0.0)
+    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + at, inside, 0.0)
+    wide = gate.to(tl.float32)
+    tl.store(out + row * WIDTH + at, (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up, inside)
