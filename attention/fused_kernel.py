@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attention.tiles import COLUMNS
 
+GATHER_ROWS = 8  # rows of a CTA of `gather_rows`
 LOG2_E = 1.4426950408889634
 
 
@@ -26,10 +27,10 @@ class Blocks:
     tma: contiguous keys are loaded by the tensor memory accelerator
     """
 
-    rows: int = 128
-    keys: int = 128
-    warps: int = 8
-    stages: int = 2
+    rows: int = 64
+    keys: int = 64
+    warps: int = 4
+    stages: int = 3
     tma: bool = True
 
     @classmethod
@@ -42,15 +43,13 @@ class Blocks:
 class DeviceTiles:
     """`attention.tiles.Tiles` on the device, perhaps longer than needed: a tile or merge of no rows does nothing.
 
-    cached: whether any tile reads slots; merges: None where nothing was split
+    merges: None where nothing was split
     """
 
     tiles: Tensor
-    slots: Tensor
     runs: Tensor
     item_start: Tensor
     merges: Tensor | None
-    cached: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +72,7 @@ def fused(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    held: tuple[Tensor, Tensor] | None,
+    cached: tuple[Tensor, Tensor] | None,
     tiles: DeviceTiles,
     parts: Parts | None,
     out: Tensor,
@@ -83,21 +82,22 @@ def fused(
     """Attention of every tile into `out`.
 
     q [rows, heads, head_dim] and k, v [rows, kv_heads, head_dim] may be views of one wider tensor (rows strided);
-    held: K and V of the slots, [.., kv_heads, head_dim] contiguous; out [rows, heads, head_dim] contiguous.
+    cached: K and V of the tiles' slots one after the other (see `gather_rows`), [.., kv_heads, head_dim] contiguous,
+    None where no tile has any; out [rows, heads, head_dim] contiguous.
     """
     heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]
     assert (tiles.merges is None) == (parts is None), "what was split is merged"
-    held_k, held_v = (k, v) if held is None else held
-    k_source, v_source = (_descriptor(x, blocks.keys) if blocks.tma else x for x in (k, v))
+    old = (k, v) if cached is None else cached
+    k_source, v_source, old_k, old_v = (_descriptor(x, blocks.keys) if blocks.tma else x for x in (k, v, *old))
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "M": blocks.rows}
     split = parts is not None
     _fused[(len(tiles.tiles) * kv_heads,)](
-        q, k_source, v_source, held_k, held_v, out,
+        q, k_source, v_source, old_k, old_v, out,
         parts.out if parts else out, parts.lse if parts else out,
-        tiles.tiles, tiles.slots, tiles.runs, tiles.item_start,
+        tiles.tiles, tiles.runs, tiles.item_start,
         q.stride(0), k.stride(0), scale * LOG2_E,
-        **shape, N=blocks.keys, TMA=blocks.tma, CACHED=tiles.cached and held is not None, SPLIT=split, COLUMNS=COLUMNS,
+        **shape, N=blocks.keys, TMA=blocks.tma, CACHED=cached is not None, SPLIT=split, COLUMNS=COLUMNS,
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     if parts is not None and tiles.merges is not None:
@@ -111,6 +111,17 @@ def keep_rows(k: Tensor, v: Tensor, held_k: Tensor, held_v: Tensor, rows: Tensor
     """
     width = k.shape[1] * k.shape[2]
     _keep_rows[(len(rows),)](k, v, held_k, held_v, rows, slots, k.stride(0), width, triton.next_power_of_2(width))
+
+
+def gather_rows(k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor, slots: Tensor, count: Tensor) -> None:
+    """Row slots[i] of k and v goes to row i of to_k and to_v, for i < count.
+
+    The tensor memory accelerator wants its rows one after the other, and reading scattered pages for every tile costs
+    more than copying them once a layer. All [.., kv_heads, head_dim] contiguous; slots [n]; count [1].
+    """
+    width = k.shape[-2] * k.shape[-1]
+    grid = (triton.cdiv(len(slots), GATHER_ROWS),)
+    _gather_rows[grid](k, v, to_k, to_v, slots, count, width, triton.next_power_of_2(width), GATHER_ROWS, num_warps=4)
 
 
 def _descriptor(x: Tensor, keys: int) -> Any:
@@ -131,6 +142,23 @@ def _keep_rows(k, v, held_k, held_v, rows, slots, stride, width: tl.constexpr, b
     inside = at < width
     tl.store(held_k + slot + at, tl.load(k + row * stride + at, inside), inside)
     tl.store(held_v + slot + at, tl.load(v + row * stride + at, inside), inside)
+
+
+@triton.jit
+def _gather_rows(
+    k, v, to_k, to_v, slots, count, width: tl.constexpr, block: tl.constexpr, rows: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0) * rows
+    total = tl.load(count)
+    if first >= total:
+        return
+    i = first + tl.arange(0, rows)
+    at = tl.arange(0, block)
+    live = (i < total)[:, None] & (at < width)[None, :]
+    source = tl.load(slots + i, i < total, 0).to(tl.int64)[:, None] * width + at[None, :]
+    target = i.to(tl.int64)[:, None] * width + at[None, :]
+    tl.store(to_k + target, tl.load(k + source, live), live)
+    tl.store(to_v + target, tl.load(v + source, live), live)
 
 
 @triton.jit
@@ -176,7 +204,7 @@ def _rows(
 
 @triton.jit
 def _fused(
-    q, k, v, held_k, held_v, out, part_out, part_lse, tiles, slots, runs, item_start, q_stride, kv_stride, scale,
+    q, k, v, old_k, old_v, out, part_out, part_lse, tiles, runs, item_start, q_stride, kv_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     TMA: tl.constexpr, CACHED: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -200,14 +228,16 @@ def _fused(
 
     if CACHED:
         slot = tl.load(tile + 2)
-        count = tl.load(tile + 3)
-        for j in tl.range(0, count, N):
-            inside = j + n < count
-            at = tl.load(slots + slot + j + n, mask=inside, other=0).to(tl.int64)
-            place = at[:, None] * (KV_HEADS * D) + column + d[None, :]
-            kb = tl.load(held_k + place, mask=inside[:, None], other=0.0)
-            vb = tl.load(held_v + place, mask=inside[:, None], other=0.0)
-            acc, total, top = _masked_step(query, kb, vb, inside[None, :], acc, total, top, scale)
+        slot_end = slot + tl.load(tile + 3)
+        whole = slot_end - (slot_end - slot) % N
+        for j in tl.range(slot, whole, N):
+            kb = _rows(old_k, j, whole, column, KV_HEADS * D, TMA, True, N, D)
+            vb = _rows(old_v, j, whole, column, KV_HEADS * D, TMA, True, N, D)
+            acc, total, top = _step(query, kb, vb, acc, total, top, scale)
+        if whole < slot_end:
+            kb = _rows(old_k, whole, slot_end, column, KV_HEADS * D, TMA, False, N, D)
+            vb = _rows(old_v, whole, slot_end, column, KV_HEADS * D, TMA, False, N, D)
+            acc, total, top = _masked_step(query, kb, vb, (whole + n < slot_end)[None, :], acc, total, top, scale)
 
     run = tl.load(tile + 4)
     run_end = tl.load(tile + 5)
@@ -220,7 +250,7 @@ def _fused(
         if r < run_end:
             begin = tl.load(runs + 2 * r)
             end = begin + tl.load(runs + 2 * r + 1)
-        whole = begin + (end - begin) // N * N
+        whole = end - (end - begin) % N
         for j in tl.range(begin, whole, N):
             kb = _rows(k, j, whole, column, kv_stride, TMA, True, N, D)
             vb = _rows(v, j, whole, column, kv_stride, TMA, True, N, D)

@@ -79,6 +79,7 @@ class _Builder:
         self._item_start = np.zeros(rows, np.int32)
         self._tiles: list[Ints] = []
         self._slots: list[Ints] = []
+        self._slot_of: dict[bytes, int] = {}  # the tiles of one path, and paths with one history, share their slots
         self._runs: list[Ints] = []
         self._slot_count = 0
         self._run_count = 0
@@ -98,17 +99,24 @@ class _Builder:
         tiles = np.zeros((len(begin), COLUMNS), np.int32)
         tiles[:, ROW] = first + begin
         tiles[:, ROWS] = end - begin
-        tiles[:, SLOT], tiles[:, SLOTS] = self._slot_count, len(slots)
+        tiles[:, SLOT], tiles[:, SLOTS] = self._place(slots), len(slots)
         tiles[:, RUN], tiles[:, RUN_END] = self._run_count, self._run_count + len(runs)
         tiles[:, BEFORE] = start[begin]
         tiles[:, OWN] = np.where(one_item, first + begin, start[begin])
         tiles[:, OWN_END] = first + end
         tiles[:, PART] = -1
         self._tiles.append(tiles)
-        self._slots.append(slots)
         self._runs.append(runs)
-        self._slot_count += len(slots)
         self._run_count += len(runs)
+
+    def _place(self, slots: Ints) -> int:
+        """Where these slots begin among those of all paths."""
+        key = slots.tobytes()
+        if key not in self._slot_of:
+            self._slot_of[key] = self._slot_count
+            self._slots.append(slots)
+            self._slot_count += len(slots)
+        return self._slot_of[key]
 
     def finish(self, cached_slots: Ints, columns: int, shortest_split: int) -> Tiles:
         tiles, runs = np.concatenate(self._tiles), np.concatenate(self._runs)

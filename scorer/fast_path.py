@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.fused_kernel import Blocks, DeviceTiles, Parts, fused, keep_rows
+from attention.fused_kernel import Blocks, DeviceTiles, Parts, fused, gather_rows, keep_rows
 from attention.kv_pages import KvPages
 from attention.layout import Ints
 from attention.planner import plan
@@ -26,6 +26,7 @@ from batching.types import Floats, PackedBatch, Reads
 from scorer.fused_model import FusedModel
 from scorer.model import ScoringModel
 from scorer.pass_arrays import (
+    CACHED_TOKENS,
     LABELS,
     SPLIT_TOKENS,
     Cut,
@@ -75,6 +76,7 @@ class FastPath:
         most = max(places(GraphKey(most_tokens, most_tokens, True, split), self._cut)[1] for split in (False, True))
         self._ints = torch.zeros(most, dtype=torch.int32, device=model.device)
         self._staging = [_Staging(most) for _ in range(IN_FLIGHT)]
+        self._cached = self._make_cached(CACHED_TOKENS if kept_pages else 1)
         self._parts = self._make_parts(part_capacity(SPLIT_TOKENS, self._cut))
 
     def takes(self, batch: PackedBatch) -> bool:
@@ -166,27 +168,40 @@ class FastPath:
         given |= {name: getattr(arrays, name) for name in own}
         views = {name: torch.from_numpy(_some(array)).to(self._model.device) for name, array in given.items()}
         views["last_tiles"] = views["tiles"]
+        views["cached"] = torch.tensor([len(tiles.slots)], dtype=torch.int32, device=self._model.device)
         return self._run(views, key.paged, key.split)
 
     def _run(self, views: dict[str, Tensor], paged: bool, split: bool) -> tuple[Tensor, Tensor]:
         """(final hidden states of the reads, logits of the labels there)"""
-        common = (views["slots"], views["runs"], views["item_start"], views["merges"] if split else None, paged)
+        common = (views["runs"], views["item_start"], views["merges"] if split else None)
         tiles, last = (DeviceTiles(views[name], *common) for name in ("tiles", "last_tiles"))
         parts = self._parts if split else None
         if parts is not None and len(views["tiles"]) > len(parts.out):
             parts = self._make_parts(len(views["tiles"]))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            held = self._kv_pages.layer(layer, k, v) if paged else None
-            if held is not None:
-                keep_rows(k, v, *held, views["keep_rows"], views["keep_slots"])
+            cached = self._through_pages(layer, k, v, views) if paged else None
             out = q.new_empty(q.shape)
-            fused(q, k, v, held, last if layer == self._fused.layers - 1 else tiles, parts, out, self._fused.scale,
+            fused(q, k, v, cached, last if layer == self._fused.layers - 1 else tiles, parts, out, self._fused.scale,
                   self._blocks)  # fmt: skip
             return out
 
         hidden = self._fused.forward(views["ids"], views["positions"], views["reads"], attend)
         return hidden, self._model.head(hidden, views["labels"])
+
+    def _through_pages(self, layer: int, k: Tensor, v: Tensor, views: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keeps what is to be kept, and returns the cached K and V that the tiles read, one row after the other."""
+        held = self._kv_pages.layer(layer, k, v)
+        keep_rows(k, v, *held, views["keep_rows"], views["keep_slots"])
+        slots = views["slots"]
+        cached = self._cached if len(slots) <= len(self._cached[0]) else self._make_cached(len(slots))
+        gather_rows(*held, *cached, slots, views["cached"])
+        return cached
+
+    def _make_cached(self, tokens: int) -> tuple[Tensor, Tensor]:
+        shape = (tokens, self._fused.kv_heads, self._fused.head_dim)
+        k, v = (torch.zeros(shape, dtype=self._fused.dtype, device=self._model.device) for _ in range(2))
+        return k, v
 
     def _make_parts(self, count: int) -> Parts:
         return Parts.make(count, self._fused.kv_heads, self._blocks.rows, self._fused.head_dim, self._model.device)

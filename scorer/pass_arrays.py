@@ -118,6 +118,7 @@ def places(key: GraphKey, cut: Cut) -> tuple[tuple[Part, ...], int]:
         ("merges", (tiles if key.split else 1, 4)),
         ("keep_rows", (key.tokens if key.paged else 1,)),
         ("keep_slots", (key.tokens if key.paged else 1,)),
+        ("cached", (1,)),
         ("slots", (CACHED_TOKENS if key.paged else 1,)),
     ]
     parts, begin = [], 0
@@ -148,6 +149,7 @@ def fill(arrays: PassArrays, key: GraphKey, parts: tuple[Part, ...], cut: Cut, i
         "merges": (arrays.tiles.merges, 0),
         "keep_rows": (arrays.keep_rows, -1),
         "keep_slots": (arrays.keep_slots, 0),
+        "cached": (np.array([len(arrays.tiles.slots)], np.int32), 0),
         "slots": (arrays.tiles.slots, 0),
     }
     for part in parts:
