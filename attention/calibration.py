@@ -14,11 +14,24 @@ from torch import Tensor
 from attention.copy_rows import copy_rows
 from attention.cost import LaunchShape, shape_of
 from attention.flashinfer_backend import Kernel, SingleLaunch, merge_states
+from attention.fused_launch import is_fused
 from attention.kv_pages import KvPages
 from attention.layout import Layout, Segment
 from attention.planner import plan
 from attention.plans import HeadShape, Launch, Pages, Plan, RaggedKv, Strategy
-from attention.timing import CANDIDATES, ENOUGH, PACKINGS, Fit, Machine, Reals, TimeModel, features, fits_for, kind_of
+from attention.timing import (
+    CANDIDATES,
+    ENOUGH,
+    PACKINGS,
+    Fit,
+    Machine,
+    Reals,
+    TimeModel,
+    features,
+    fits_for,
+    kernels_for,
+    kind_of,
+)
 
 PAGE_SIZE = 16
 KEPT_PAGES = 1024
@@ -124,14 +137,14 @@ class Bench:
             "memory_tb_s": memory,
         }
 
-    def launch(self, launch: Launch, planned: Plan, kernel: Kernel) -> float:
+    def launch(self, launch: Launch, planned: Plan, kernel: str) -> float:
         """Milliseconds of one launch with one kernel."""
         run = self._single.prepare(launch, planned, kernel)
         rows = int(launch.qo_indptr[-1])
         k, v = self.held
         if isinstance(launch.kv, RaggedKv):
             keys = int(launch.kv.kv_indptr[-1])
-            k, v = self.k[:keys], self.v[:keys]
+            k, v = (self.k, self.v) if is_fused(launch) else (self.k[:keys], self.v[:keys])
         q, out, lse = self.q[:rows], self.out[:rows], self.lse[:rows]
         return self.milliseconds(lambda: run(q, k, v, out, lse))
 
@@ -160,7 +173,7 @@ def calibrate(
         if share >= 1.0:
             break
         for shape, launch, planned in distinct_launches(point):
-            for kernel in Kernel:
+            for kernel in kernels_for(shape):
                 measured = features(shape, kernel, heads, machine.processors), bench.launch(launch, planned, kernel)
                 for name in fits_for(shape, kernel, heads):
                     samples.setdefault(name, []).append(measured)

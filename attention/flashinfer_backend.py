@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attention.copy_rows import copy_rows
 from attention.cost import shape_of
+from attention.fused_launch import FusedLaunch, is_fused
 from attention.kv_pages import KvPages
 from attention.layout import Ints, Layout, indptr
 from attention.plans import HeadShape, Launch, MaskKey, MaskKind, PagedKv, Pages, Plan, RaggedKv
@@ -108,23 +109,27 @@ class FlashInferAttention(Attention):
         assert plan.num_pages <= self._kv_pages.pages, f"{plan.num_pages} pages needed, {self._kv_pages.pages} there"
         residency = Residency.of(layout, pages, plan)
         merged_into = {b: a for a, b in plan.merges}
-        runs = []
+        runs, fused = [], []
         for number, launch in enumerate(plan.launches):
+            if is_fused(launch):
+                cached = residency.cached_slots
+                fused.append(FusedLaunch.of(launch, layout.rows, residency.place, cached, self._shape, staging.add))
+                continue
             target = merged_into.get(number)
             merge_rows = None if target is None else _within(launch.q_rows, plan.launches[target].q_rows)
-            runs.append(
-                _Run(
-                    wrappers=tuple(self._planned(part, plan, staging, used) for part in _single_masks(launch, plan)),
-                    rows=_Span.of(launch.q_rows, staging),
-                    keys=_key_span(launch, residency, staging),
-                    with_lse=target is not None or number in merged_into.values(),
-                    merge_into=target,
-                    merge_rows=None if merge_rows is None else _Span.of(merge_rows, staging),
-                )
+            run = _Run(
+                wrappers=tuple(self._planned(part, plan, staging, used) for part in _single_masks(launch, plan)),
+                rows=_Span.of(launch.q_rows, staging),
+                keys=_key_span(launch, residency, staging),
+                with_lse=target is not None or number in merged_into.values(),
+                merge_into=target,
+                merge_rows=None if merge_rows is None else _Span.of(merge_rows, staging),
             )
-        needs_cached = any(isinstance(launch.kv, RaggedKv) for launch in plan.launches) and len(residency.cached_slots)
+            runs.append((number, run))
+        needs_cached = any(run.keys is not None for _, run in runs) and len(residency.cached_slots)
         return _Pass(
-            runs=tuple(runs),
+            runs=dict(runs),
+            fused=tuple(fused),
             append=_Copy.of(plan.append_rows, plan.append_slots, staging),
             copy=_Copy.of(plan.copy_from, plan.copy_to, staging),
             cached_slots=staging.add(residency.cached_slots) if needs_cached else None,
@@ -348,17 +353,29 @@ class SingleLaunch:
         self._shape = shape
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         self._staging = _Staging()
-        self._wrappers: dict[tuple[type[_Wrapper], Kernel], _Wrapper] = {}
+        self._wrappers: dict[tuple[type[_Wrapper], str], _Wrapper] = {}
 
-    def prepare(self, launch: Launch, plan: Plan, kernel: Kernel) -> Callable[..., None]:
+    def prepare(self, launch: Launch, plan: Plan, kernel: str) -> Callable[..., None]:
         """The launch, planned: call it with q, k, v, out and lse."""
+        if is_fused(launch):
+            return self._prepare_fused(launch)
         kind = _PagedWrapper if isinstance(launch.kv, PagedKv) else _RaggedWrapper
         if (kind, kernel) not in self._wrappers:
-            self._wrappers[kind, kernel] = kind(self._workspace, kernel)
+            self._wrappers[kind, kernel] = kind(self._workspace, Kernel(kernel))
         self._staging.reuse()
         self._wrappers[kind, kernel].plan(launch, plan, self._shape, self._staging)
         self._staging.upload()
         return self._wrappers[kind, kernel].run
+
+    def _prepare_fused(self, launch: Launch) -> Callable[..., None]:
+        """Cached keys are taken for rows of the pass: gathering them is timed apart."""
+        assert isinstance(launch.kv, RaggedKv), "a fused launch names its keys token by token"
+        tokens = 1 + max(int(launch.kv.kv_tokens.max()), int(launch.q_rows.max()))
+        none = launch.q_rows[:0]
+        self._staging.reuse()
+        made = FusedLaunch.of(launch, tokens, np.arange(tokens, dtype=np.int32), none, self._shape, self._staging.add)
+        self._staging.upload()
+        return lambda q, k, v, out, lse: made.run(q, k, v, (k, v), out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -401,9 +418,10 @@ class _Flat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pass:
-    """A plan, planned."""
+    """A plan, planned. runs: by the number of their launch."""
 
-    runs: tuple[_Run, ...]
+    runs: dict[int, _Run]
+    fused: tuple[FusedLaunch, ...]
     append: _Copy | None
     copy: _Copy | None
     cached_slots: Tensor | None
@@ -417,13 +435,15 @@ class _Pass:
             self.copy.run(held_k, held_v, held_k, held_v)
         flat = _Flat(self._cached(held_k, held_v), (k, v))
         out = torch.empty_like(q)
-        states = [self._launch(run, q, (held_k, held_v), flat, out) for run in self.runs]
-        for run, (values, lse) in zip(self.runs, states, strict=True):
+        for own in self.fused:
+            own.run(q, k, v, (held_k, held_v), out)
+        states = {number: self._launch(run, q, (held_k, held_v), flat, out) for number, run in self.runs.items()}
+        for number, run in self.runs.items():
             if run.merge_into is not None and run.merge_rows is not None:
-                _merge(states[run.merge_into], values, lse, run.merge_rows)
-        for run, (values, _) in zip(self.runs, states, strict=True):
+                _merge(states[run.merge_into], *states[number], run.merge_rows)
+        for number, run in self.runs.items():
             if run.merge_into is None and run.rows.index is not None:
-                run.rows.put(out, values)
+                run.rows.put(out, states[number][0])
         return out
 
     def _cached(self, held_k: Tensor, held_v: Tensor) -> tuple[Tensor, Tensor] | None:

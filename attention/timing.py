@@ -26,11 +26,13 @@ CANDIDATES = (
     Strategy.CASCADE_CONTIGUOUS,
     Strategy.MULTI_ITEM,
     Strategy.PACKED_MULTI_ITEM,
+    Strategy.FUSED,
 )
 PACKINGS = (64, 128)  # rows of a packed_multi_item request: one tile of fa2 at two query heads a group, one of fa3
 # fa2 under a custom mask, which skips nothing: 97-117 TFLOP/s over the sizes measured on an H200; not calibrated.
 DENSE_FLOPS = 1.1e14
 KERNELS = ("fa2", "fa3")
+FUSED_ROWS = 64  # packed rows of a tile of `attention.fused_kernel`, three of which share a processor
 KV_TILE = 64  # keys that a CTA takes at a time: a partial tile costs about as much as half of these
 ENOUGH = 90  # measured launches of one tile size that deserve a fit of their own
 FIELDS = ("mean", "scale", "coefficients")
@@ -61,6 +63,8 @@ def fa2_tile(shape: LaunchShape, group: int) -> int:
 def tiling(shape: LaunchShape, kernel: str, heads: HeadShape) -> tuple[int, int, int, int]:
     """(packed rows of a tile, query tokens of it, CTAs a tile needs over all heads, CTAs that share a processor)."""
     group = heads.heads // heads.kv_heads
+    if kernel == "fused":
+        return FUSED_ROWS, max(1, FUSED_ROWS // group), heads.kv_heads, 3
     if kernel == "fa2":
         packed = fa2_tile(shape, group)
         return packed, max(1, packed // group), heads.kv_heads, 2
@@ -75,8 +79,8 @@ def features(shape: LaunchShape, kernel: str, heads: HeadShape, processors: int)
     even = (scanned + KV_TILE * tiles) * columns * packed / slots  # were the work spread evenly
     longest = float(shape.kv_lens.max())
     waves = ctas / slots
-    # fa2 splits the keys of a launch that does not fill the machine; otherwise the longest CTA bounds it.
-    splits = kernel == "fa2" and waves < 1
+    # fa2 and our own split the keys of a launch that does not fill the machine; otherwise the longest CTA bounds it.
+    splits = kernel in ("fa2", "fused") and waves < 1
     bound = even if splits else max(even, longest * packed)
     return np.array(
         [
@@ -135,6 +139,11 @@ def kind_of(shape: LaunchShape) -> str:
     return f"{shape.mask.value}/{'paged' if shape.paged else 'ragged'}"
 
 
+def kernels_for(shape: LaunchShape) -> tuple[str, ...]:
+    """The kernels that can run a launch: item masks over contiguous keys are our own's alone."""
+    return ("fused",) if shape.mask is MaskKind.MULTI_ITEM and not shape.paged else KERNELS
+
+
 def fits_for(shape: LaunchShape, kernel: str, heads: HeadShape) -> tuple[str, ...]:
     """Names of the fits that tell of a launch, best first: that of its very tile, and that of all tiles."""
     name = f"{kernel}/{kind_of(shape)}"
@@ -160,7 +169,7 @@ class TimeModel:
         """The faster kernel for a launch, and its milliseconds."""
         if shape.mask is MaskKind.CUSTOM:
             return "fa2", self._dense(shape)
-        times = {kernel: self._time(kernel, shape) for kernel in KERNELS}
+        times = {kernel: self._time(kernel, shape) for kernel in kernels_for(shape)}
         best = min(times, key=lambda kernel: times[kernel])
         return best, times[best]
 
@@ -192,7 +201,7 @@ class TimeModel:
         rows = prefix - cached + int(np.sum(lengths))
         if strategy in (Strategy.CASCADE, Strategy.CASCADE_CONTIGUOUS) and prefix:
             total += self.merge_ms[0] + self.merge_ms[1] * float(np.sum(lengths))
-        if strategy is not Strategy.CASCADE_CONTIGUOUS:
+        if strategy not in (Strategy.CASCADE_CONTIGUOUS, Strategy.FUSED):
             total += self.copy_ms[0] + self.copy_ms[1] * rows if writes else 0.0
         elif cached:
             total += self.copy_ms[0] + self.copy_ms[1] * prefix

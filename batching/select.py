@@ -44,11 +44,23 @@ class Measured:
     window: int | None = None
 
 
-Policy = Threshold | Measured
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The choice under AUTO where whole passes of the fused strategy are replayed from CUDA graphs.
+
+    A replay saves the launches of every operator, tens of milliseconds a pass: more than strategies differ by.
+    """
+
+    window: None = None
+
+
+Policy = Threshold | Measured | Replayed
 
 
 def may_take(policy: Policy) -> tuple[Strategy, ...]:
     """The strategies that AUTO may choose."""
+    if isinstance(policy, Replayed):
+        return (Strategy.FUSED,)
     if isinstance(policy, Threshold):
         return (Strategy.DIRECT_RAGGED, Strategy.MULTI_ITEM)
     return CANDIDATES
@@ -74,6 +86,10 @@ def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy, cac
             raise StrategyError(f"{request.strategy} takes requests of up to {DENSE_TOKENS} tokens, got {tokens}")
         refuse(request.strategy, prefix, max(len(item.ids) for item in items), window)
         return Choice((request.strategy,) * len(items), f"asked for: {request.strategy}")
+    if isinstance(policy, Replayed):
+        if (longest := max(len(item.ids) for item in items)) <= MAX_ITEM_TOKENS:
+            return Choice((Strategy.FUSED,) * len(items), "replayed from a CUDA graph")
+        return Choice((Strategy.DIRECT_RAGGED,) * len(items), f"an item of {longest} tokens")
     if isinstance(policy, Measured):
         return _by_time(prefix, cached, items, policy)
     chosen, why = zip(*(_by_length(prefix, item, policy) for item in items), strict=True)

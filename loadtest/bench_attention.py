@@ -33,6 +33,7 @@ GRID = tuple(
     for m in (8, 32, 128, 256)
     if p + s * m <= 65_536 - 512
 )
+KERNELS = {Strategy.CUSTOM_MASK: ("fa2",), Strategy.FUSED: ()}  # of the strategies that have one only
 VARIANTS = (
     *((s, 128) for s in Strategy if s is not Strategy.REFERENCE and s is not Strategy.PACKED_MULTI_ITEM),
     (Strategy.PACKED_MULTI_ITEM, 64),
@@ -65,7 +66,7 @@ def wanted() -> Iterator[tuple[str, int, int, int, str, Strategy, int, str]]:
                     continue
                 if strategy is Strategy.NAIVE and (prefix + item) * items > NAIVE_LIMIT:
                     continue
-                for kernel in ("fa2",) if strategy is Strategy.CUSTOM_MASK else ("fa2", "fa3", "auto"):
+                for kernel in KERNELS.get(strategy, ("fa2", "fa3", "auto")):
                     yield table, prefix, item, items, dtype, strategy, rows, kernel
 
 

@@ -74,8 +74,13 @@ class Config(BaseModel):
     page_size: int = Field(16, ge=1, le=256, description="tokens of one K/V page")
     cache_tokens: int = Field(16384, ge=0, description="tokens of prefix K/V kept between the passes of a request")
     attention: Literal["auto", "torch", "flashinfer"] = Field("auto", description="what computes the attention")
+    compile: Literal["auto", "off"] = Field(
+        "auto",
+        description="the hand-fused path with CUDA graphs where model and GPU allow it; off: the model's modules",
+    )
     policy: Literal["auto", "threshold", "measured"] = Field(
-        "auto", description="how AUTO chooses: by document length, or by measured time; auto: measured on FlashInfer"
+        "auto",
+        description="how AUTO chooses; auto: fused where graphs replay it, measured on FlashInfer, else threshold",
     )
     multi_item_max_tokens: int = Field(128, ge=0, description="threshold: items up to this length run as multi_item")
     calibration: str | None = Field(None, description="file that prefixrank calibrate wrote; None: the built-in H200's")

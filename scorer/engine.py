@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 
@@ -22,31 +23,67 @@ HOPELESS = 4  # items run alone without one finite score after which no more are
 Planner = Callable[[Layout, Sequence[Strategy], Pages, int | None, float, int], Plan]
 
 
+class Fast(Protocol):
+    """A faster way to compute some passes."""
+
+    def takes(self, batch: PackedBatch) -> bool:
+        """Whether it can compute this pass."""
+
+    def submit(self, batch: PackedBatch, page_size: int) -> Callable[[], Reads]:
+        """Enqueues a pass; the answer waits for its reads, on any thread."""
+
+
 class Engine:
     """Owns the model and its attention; whatever touches them runs on its thread, one call after the other."""
 
     def __init__(
-        self, model: ScoringModel, attention: Attention, page_size: int, kept_pages: int, planner: Planner = plan
+        self,
+        model: ScoringModel,
+        attention: Attention,
+        page_size: int,
+        kept_pages: int,
+        planner: Planner = plan,
+        fast: Fast | None = None,
     ) -> None:
-        """kept_pages: page ids below it outlive a pass. planner: how a layout becomes a plan."""
+        """kept_pages: page ids below it outlive a pass. planner: how a layout becomes a plan. fast: takes what it
+        can, the model's own modules the rest."""
         self.model = model
         self.attention = attention
         self._page_size = page_size
         self._kept_pages = kept_pages
         self._planner = planner
+        self._fast = fast
+        self._waiting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reads")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 
     async def execute(self, batch: PackedBatch) -> Reads:
-        """One forward pass on the device thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.run, batch)
+        """One forward pass on the device thread, which is free for the next one while a fast pass runs."""
+        loop = asyncio.get_running_loop()
+        if self._fast is None or not self._fast.takes(batch):
+            return await loop.run_in_executor(self._thread, self.run, batch)
+        wait = await loop.run_in_executor(self._thread, self._fast.submit, batch, self._page_size)
+        reads = await loop.run_in_executor(self._waiting, wait)
+        return (
+            await loop.run_in_executor(self._thread, self._healed, batch, reads) if self._bad(batch, reads) else reads
+        )
 
     def run(self, batch: PackedBatch) -> Reads:
         """One forward pass on the calling thread; where NaN may have spread, its items once more, each alone."""
-        reads = self._forward(batch)
-        if not self.attention.isolates_nan and len(batch.shares) > 1:
-            bad = [number for number in range(len(batch.shares)) if not _finite(batch, reads, number)]
-            if bad:
-                self._again(batch, reads, bad)
+        fast = self._fast if self._fast is not None and self._fast.takes(batch) else None
+        reads = self._forward(batch) if fast is None else fast.submit(batch, self._page_size)()
+        return self._healed(batch, reads)
+
+    def _bad(self, batch: PackedBatch, reads: Reads) -> list[int]:
+        """The items that NaN may have reached from others."""
+        if self.attention.isolates_nan or len(batch.shares) == 1:
+            return []
+        if np.isfinite(reads.logits).all() and np.isfinite(reads.lse[batch.normalize]).all():
+            return []
+        return [number for number in range(len(batch.shares)) if not _finite(batch, reads, number)]
+
+    def _healed(self, batch: PackedBatch, reads: Reads) -> Reads:
+        if bad := self._bad(batch, reads):
+            self._again(batch, reads, bad)
         return reads
 
     def _again(self, batch: PackedBatch, reads: Reads, bad: list[int]) -> None:
@@ -80,6 +117,7 @@ class Engine:
     def close(self) -> None:
         """Waits for the pass that runs, then ends the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._waiting.shutdown(wait=True, cancel_futures=True)
 
 
 def _finite(batch: PackedBatch, reads: Reads, number: int) -> bool:

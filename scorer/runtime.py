@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,15 +16,19 @@ from attention.strategy import Attention
 from attention.timing import TimeModel, built_in
 from batching.batcher import Batcher, BatcherLimits
 from batching.page_pool import PagePool
-from batching.select import Measured, Threshold
+from batching.select import Measured, Policy, Replayed, Threshold
 from scorer.config import EMBEDDED, Config, Limits
 from scorer.embedded import embedded_model
 from scorer.engine import Engine
 from scorer.errors import ConfigError, ModelError, ProfileError
+from scorer.fused_model import refusal
 from scorer.model import ScoringModel, find, load_model
 from scorer.profile import Profile, builtin_names, load_profile
 from scorer.selfcheck import check_golden, check_packing
 from scorer.tokenization import Tokenization, load_tokenizer
+
+if TYPE_CHECKING:
+    from scorer.fast_path import FastPath
 
 log = logging.getLogger(__name__)
 
@@ -73,10 +78,10 @@ class Runtime:
         limits = _limits(config, profile, model)
         kept_pages = config.cache_tokens // config.page_size
         time_model = _time_model(config)
-        attention = _attention(config, model, limits, kept_pages, time_model)
-        engine = Engine(model, attention, config.page_size, kept_pages)
-        window = _shortest_window(model)
-        measured = config.policy == "measured" or (config.policy == "auto" and attention.name == "flashinfer")
+        kv_pages = _kv_pages(config, model, limits, kept_pages)
+        attention = _attention(config, model, kv_pages, time_model)
+        fast = _fast_path(config, model, limits, kv_pages, kept_pages)
+        engine = Engine(model, attention, config.page_size, kept_pages, fast=fast)
         return cls(
             config=config,
             profile=profile,
@@ -85,7 +90,7 @@ class Runtime:
             batcher=Batcher(
                 engine.execute,
                 BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens, config.page_size),
-                Measured(time_model, window) if measured else Threshold(config.multi_item_max_tokens, window),
+                _policy(config, model, attention, time_model, fast is not None),
                 PagePool(kept_pages),
             ),
             limits=limits,
@@ -145,19 +150,52 @@ def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
     )
 
 
-def _attention(
-    config: Config, model: ScoringModel, limits: Limits, kept_pages: int, time_model: TimeModel
-) -> Attention:
-    """The backend asked for; under 'auto' FlashInfer where it can, and torch with the reason told where it cannot."""
+def _kv_pages(config: Config, model: ScoringModel, limits: Limits, kept_pages: int) -> KvPages:
+    """Kept pages, and on a GPU scratch pages for what a plan writes during a pass."""
     scratch = 2 * (limits.max_pass_tokens + limits.max_context_tokens) // config.page_size + 2 * MAX_PASS_ITEMS
+    return KvPages(kept_pages + (scratch if model.device.type == "cuda" else 0), config.page_size)
+
+
+def _attention(config: Config, model: ScoringModel, kv_pages: KvPages, time_model: TimeModel) -> Attention:
+    """The backend asked for; under 'auto' FlashInfer where it can, and torch with the reason told where it cannot."""
     if config.attention == "flashinfer" or (config.attention == "auto" and model.device.type == "cuda"):
         try:
-            return make("flashinfer", KvPages(kept_pages + scratch, config.page_size), model.head_shape, time_model)
+            return make("flashinfer", kv_pages, model.head_shape, time_model)
         except ValueError as error:
             if config.attention == "flashinfer":
                 raise ModelError(f"--attention flashinfer: {error}") from None
             log.warning("attention runs on torch: %s", error)
-    return make("torch", KvPages(kept_pages, config.page_size))
+    return make("torch", kv_pages)
+
+
+def _fast_path(
+    config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPages, kept_pages: int
+) -> FastPath | None:
+    """The hand-fused path with its graphs captured, or None with the reason told."""
+    if model.device.type != "cuda" or config.compile == "off" or config.policy in ("measured", "threshold"):
+        return None
+    if reason := refusal(model):
+        log.warning("no hand-fused path: %s; the model runs by its own modules, operator by operator", reason)
+        return None
+    try:
+        from scorer.fast_path import FastPath
+    except ImportError as error:
+        log.warning("no hand-fused path: %s", error)
+        return None
+    fast = FastPath(model, kv_pages, kept_pages, limits.max_context_tokens, limits.max_pass_tokens)
+    seconds = fast.capture(paged=kept_pages > 0)
+    log.info("hand-fused path: %d CUDA graphs captured in %.1f s", fast.graphs, seconds)
+    return fast
+
+
+def _policy(config: Config, model: ScoringModel, attention: Attention, time_model: TimeModel, fast: bool) -> Policy:
+    """How AUTO chooses."""
+    if fast:
+        return Replayed()
+    window = _shortest_window(model)
+    if config.policy == "measured" or (config.policy == "auto" and attention.name == "flashinfer"):
+        return Measured(time_model, window)
+    return Threshold(config.multi_item_max_tokens, window)
 
 
 def _time_model(config: Config) -> TimeModel:

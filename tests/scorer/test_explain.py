@@ -40,7 +40,7 @@ def test_the_articles_example_as_json(capsys):
 def test_the_table_names_the_choice_and_the_articles_row(capsys):
     code, out, _ = run(capsys, "--prefix", 2048, "--items", "32x256")
     assert code == 0
-    assert "choice: cascade_contiguous" in out
+    assert "choice: fused" in out
     assert "the general case" in out
 
 
@@ -73,12 +73,12 @@ def test_the_articles_row_and_whether_the_measured_choice_agrees(scene):
 
 
 def test_where_the_machine_agrees_with_the_article_and_where_not():
-    """On an H200: ragged for few requests behind a short prefix; not for short items behind a long one."""
+    """On an H200: ragged for longer items; not for short ones behind a long prefix."""
 
     def agrees(prefix, item, items):
         return explain(built_in(), prefix, 0, np.full(items, item), 64, Measured(built_in()))["article"]["agrees"]
 
-    assert agrees(96, 256, 2)
+    assert agrees(512, 256, 32)
     assert not agrees(8196, 64, 64)
 
 
