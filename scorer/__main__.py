@@ -112,9 +112,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     config = config_of(args)
+    from scorer import logs
     from scorer.server import serve
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logs.configure(config.log_format)
     return _ended(asyncio.run(serve(config)))
 
 

@@ -11,6 +11,7 @@ AsyncScorerClient has the same methods as coroutines.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 
 MAX_MESSAGE_BYTES = 64 << 20
 DEFAULT_TIMEOUT = 60.0
+AFFINITY = "x-prefixrank-affinity"
 POLL_SECONDS = 0.1
 
 ChannelOption = tuple[str, Any]
@@ -121,15 +123,44 @@ def build_request(query: str, documents: Sequence[str], **options: Unpack[Reques
     )
 
 
+def affinity(request: pb.ScoreRequest) -> str:
+    """What calls that share a prefix have in common: a digest of the tenant and of the prefix as the caller gave it.
+
+    A proxy that hashes on it sends them to the same replica, where the prefix is cached. Empty where there is no prefix
+    of the caller's own: all that is then shared is the profile's, which every replica has.
+    """
+    kind = request.WhichOneof("prefix")
+    if kind is None:
+        return ""
+    own = getattr(request, kind)
+    content = own.encode() if isinstance(own, str) else own.SerializeToString(deterministic=True)
+    if not content:
+        return ""
+    parts = (request.tenant.encode(), kind.encode(), content)
+    return hashlib.blake2b(b"".join(len(p).to_bytes(8) + p for p in parts), digest_size=8).hexdigest()
+
+
+def _metadata(request: pb.ScoreRequest | None, token: str | None) -> tuple[tuple[str, str], ...]:
+    found = affinity(request) if request is not None else ""
+    own = ((AFFINITY, found),) if found else ()
+    return own + ((("authorization", f"Bearer {token}"),) if token else ())
+
+
 class ScorerClient:
-    """Calls a server at `target` ("host:port"). Safe to share between threads; use it with `with`, or close it."""
+    """Calls a server at `target` ("host:port"). Safe to share between threads; use it with `with`, or close it.
+
+    credentials  for TLS, as grpc.ssl_channel_credentials makes them
+    token        a bearer token, where the server asks for one
+    """
 
     def __init__(
         self,
         target: str,
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[ChannelOption] = (),
+        token: str | None = None,
     ) -> None:
+        self._token = token
         options = (*channel_options, *CHANNEL_OPTIONS)  # gRPC takes the first of equal names
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options)
@@ -152,14 +183,15 @@ class ScorerClient:
     def score_request(self, request: pb.ScoreRequest, timeout: float | None = DEFAULT_TIMEOUT) -> pb.ScoreResponse:
         """Scores a request built by hand. Raises ScorerError."""
         try:
-            return self._stub.Score(request, timeout=timeout)
+            return self._stub.Score(request, timeout=timeout, metadata=_metadata(request, self._token))
         except grpc.RpcError as error:
             raise _scorer_error(error) from None
 
     def model_info(self, timeout: float | None = DEFAULT_TIMEOUT) -> pb.GetModelInfoResponse:
         """What is served. Raises ScorerError."""
         try:
-            return self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout)
+            metadata = _metadata(None, self._token)
+            return self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
             raise _scorer_error(error) from None
 
@@ -193,7 +225,9 @@ class AsyncScorerClient:
         target: str,
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[ChannelOption] = (),
+        token: str | None = None,
     ) -> None:
+        self._token = token
         options = (*channel_options, *CHANNEL_OPTIONS)  # gRPC takes the first of equal names
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options)
@@ -218,14 +252,15 @@ class AsyncScorerClient:
     ) -> pb.ScoreResponse:
         """See ScorerClient.score_request."""
         try:
-            return await self._stub.Score(request, timeout=timeout)
+            return await self._stub.Score(request, timeout=timeout, metadata=_metadata(request, self._token))
         except grpc.RpcError as error:
             raise _scorer_error(error) from None
 
     async def model_info(self, timeout: float | None = DEFAULT_TIMEOUT) -> pb.GetModelInfoResponse:
         """See ScorerClient.model_info."""
         try:
-            return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout)
+            metadata = _metadata(None, self._token)
+            return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
             raise _scorer_error(error) from None
 

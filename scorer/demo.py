@@ -208,7 +208,7 @@ class Server:
         with stream:
             for line in stream:
                 self.tail.append(line)
-                if found := re.search(r"listening grpc=(\S+) metrics=(\S+)", line):
+                if found := re.search(r"listening grpc=([^\s\"]+) metrics=([^\s\"]+)", line):
                     self.target, self.metrics = found.groups()
                     self._told.set()
         self._told.set()

@@ -1,4 +1,4 @@
-"""The gRPC servicer: one call in, one answer or one status out, counted once."""
+"""The servicer: one call in, one answer or one status out, counted once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -20,10 +19,11 @@ from batching.select import StrategyError
 from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
+from scorer.access import ANYONE, Access, Caller
 from scorer.config import MiB
 from scorer.errors import InvalidRequest, Overloaded, Unavailable
 from scorer.metrics import Metrics
-from scorer.refusal import VALUE_CHARACTERS, Refusal, abort, refusal_of, status_code
+from scorer.refusal import VALUE_CHARACTERS, Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, score_response
 from scorer.tokenized import Tokenized
 
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 access_log = logging.getLogger("scorer.access")
 
 M = TypeVar("M", bound=Message)
+
+SCORE_METHODS = frozenset({f"/{pb.DESCRIPTOR.services_by_name['ScorerService'].full_name}/Score"})
 
 TOKENIZER_THREADS = 2
 
@@ -83,7 +85,14 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
     max_tokenizing_bytes  of requests that wait for a tokenizer's thread or have one
     """
 
-    def __init__(self, metrics: Metrics, version: str, max_tokenizing_bytes: int = 256 * MiB) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        version: str,
+        max_tokenizing_bytes: int = 256 * MiB,
+        access: Access | None = None,
+    ) -> None:
+        self.access = Access() if access is None else access
         self._metrics = metrics
         self._version = version
         self._runtime: Runtime | None = None
@@ -119,13 +128,25 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         context: grpc.aio.ServicerContext[pb.ScoreRequest, pb.ScoreResponse],
     ) -> pb.ScoreResponse:
         """Scores the documents of one request; see the proto for the statuses."""
+        try:
+            caller = self.access.caller(authorization(context.invocation_metadata()))
+            return await self.answer(request, context.time_remaining(), caller)
+        except Refused as error:
+            await abort(context, error.refusal)
+
+    async def answer(
+        self, request: pb.ScoreRequest | Undecodable, remaining: float | None = None, caller: Caller = ANYONE
+    ) -> pb.ScoreResponse:
+        """Scores one call, counts it once and logs it once, whatever protocol it came by.
+
+        remaining: seconds to the caller's deadline. Raises Refused. Cancelling the awaiting task cancels the work.
+        """
         started = time.perf_counter()
-        remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
         code, response = grpc.StatusCode.OK, pb.ScoreResponse()
         self._enter()
         try:
-            response = await self.score(_decoded(request), deadline)
+            response = await self.score(self._admitted(request, caller), deadline)
             return response
         except asyncio.CancelledError:
             late = remaining is not None and time.perf_counter() - started >= remaining * (1 - DEADLINE_SLACK)
@@ -134,10 +155,21 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         except Exception as error:  # noqa: BLE001  every call ends with a status
             refusal = self._refusal(error)
             code = refusal.code
-            await abort(context, refusal)
+            raise Refused(refusal) from error
         finally:
             self._leave(code)
-            _log_access(request, response, code, time.perf_counter() - started)
+            _log_access(request, response, code, time.perf_counter() - started, caller)
+
+    def _admitted(self, request: pb.ScoreRequest | Undecodable, caller: Caller) -> pb.ScoreRequest:
+        """The request under its caller's tenant. Raises InvalidRequest, Forbidden or RateLimited."""
+        decoded = _decoded(request)
+        decoded.tenant = caller.tenant_of(decoded.tenant)
+        self.access.count(caller)
+        return decoded
+
+    def refused(self, code: grpc.StatusCode) -> None:
+        """Counts a scoring call that was refused before it got here."""
+        self._metrics.requests.labels(code.name).inc()
 
     async def GetModelInfo(  # noqa: N802
         self,
@@ -147,9 +179,13 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """Says what is served."""
         try:
             _decoded(request)
-            return model_info(self._accepting(), self._version)
+            return self.info()
         except Exception as error:  # noqa: BLE001  every call ends with a status
             await abort(context, self._refusal(error))
+
+    def info(self) -> pb.GetModelInfoResponse:
+        """What is served. Raises Unavailable."""
+        return model_info(self._accepting(), self._version)
 
     async def score(self, request: pb.ScoreRequest, deadline: float | None = None) -> pb.ScoreResponse:
         """Scores one request. `deadline` is in seconds of time.monotonic().
@@ -213,6 +249,11 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         return refusal_of(error, code)
 
 
+def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
+    """The Authorization header among a call's metadata."""
+    return next((value for key, value in metadata or () if key == "authorization"), None)
+
+
 def _decoded(request: M | Undecodable) -> M:
     """Raises InvalidRequest where it is no message."""
     if isinstance(request, Undecodable):
@@ -228,22 +269,29 @@ async def _submit(runtime: Runtime, request: TokenizedRequest, deadline: float |
 
 
 def _log_access(
-    received: pb.ScoreRequest | Undecodable, response: pb.ScoreResponse, code: grpc.StatusCode, seconds: float
+    received: pb.ScoreRequest | Undecodable,
+    response: pb.ScoreResponse,
+    code: grpc.StatusCode,
+    seconds: float,
+    caller: Caller,
 ) -> None:
-    """One line a call. Identifiers are percent-coded, so they hold neither spaces nor newlines; no text is logged."""
+    """One record a call, each value a field that the log's renderer escapes; no text is logged."""
     request = pb.ScoreRequest() if isinstance(received, Undecodable) else received
     access_log.info(
-        "request_id=%s tenant=%s code=%s documents=%d prefix_tokens=%d item_tokens=%d computed_tokens=%d passes=%d "
-        "seconds=%.4f",
-        quote(request.request_id[:VALUE_CHARACTERS]),
-        quote(request.tenant[:VALUE_CHARACTERS]),
-        code.name,
-        len(request.documents),
-        response.usage.prefix_tokens,
-        response.usage.item_tokens,
-        response.usage.computed_tokens,
-        response.passes,
-        seconds,
+        "score",
+        extra={
+            "request_id": request.request_id[:VALUE_CHARACTERS],
+            "tenant": request.tenant[:VALUE_CHARACTERS],
+            "caller": caller.name,
+            "code": code.name,
+            "documents": len(request.documents),
+            "prefix_tokens": response.usage.prefix_tokens,
+            "cached_prefix_tokens": response.usage.cached_prefix_tokens,
+            "item_tokens": response.usage.item_tokens,
+            "computed_tokens": response.usage.computed_tokens,
+            "passes": response.passes,
+            "seconds": round(seconds, 4),
+        },
     )
 
 
