@@ -1,8 +1,8 @@
 """Who may call: bearer tokens, rotated without a restart, and how often each caller may.
 
-A tokens file has one `TOKEN [TENANT]` a line; blank lines and lines that begin with # are skipped. It is read again when
-it changes, so a secret that is mounted anew is in force within a second; a file that cannot be read or holds nothing
-leaves the tokens as they were.
+A tokens file has one `TOKEN [TENANT]` a line; blank lines and lines that begin with # are skipped. It is read again
+when it changes, so a secret that is mounted anew is in force within a second; a file that cannot be read or holds
+nothing leaves the tokens as they were.
 """
 
 from __future__ import annotations

@@ -11,20 +11,21 @@ AsyncScorerClient has the same methods as coroutines.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Self, TypedDict, Unpack, cast
 
 import grpc
 
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
+from scorer import affinity
+from scorer.client_errors import FieldViolation, ScorerError, raise_unless_passing, scorer_error
+
+__all__ = ["AsyncScorerClient", "FieldViolation", "RequestOptions", "ScorerClient", "ScorerError", "build_request"]
 
 MAX_MESSAGE_BYTES = 64 << 20
 DEFAULT_TIMEOUT = 60.0
-AFFINITY = "x-prefixrank-affinity"
 POLL_SECONDS = 0.1
 
 ChannelOption = tuple[str, Any]
@@ -39,37 +40,6 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name.encode()
 HEALTH_REQUEST = bytes((0x0A, len(SERVICE))) + SERVICE
 SERVING = b"\x08\x01"
-
-
-@dataclass(frozen=True, slots=True)
-class FieldViolation:
-    """One bad field of a request: its path, and what is allowed with what was given."""
-
-    field: str
-    description: str
-
-
-class ScorerError(Exception):
-    """A call that got a status instead of an answer.
-
-    code                 the gRPC status code
-    message              in words
-    violations           with INVALID_ARGUMENT: the bad fields
-    retry_after_seconds  with RESOURCE_EXHAUSTED: when to come again
-    """
-
-    def __init__(
-        self,
-        code: grpc.StatusCode,
-        message: str,
-        violations: Sequence[FieldViolation] = (),
-        retry_after_seconds: float | None = None,
-    ) -> None:
-        self.code = code
-        self.message = message
-        self.violations = tuple(violations)
-        self.retry_after_seconds = retry_after_seconds
-        super().__init__(f"{code.name}: {message}")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -123,26 +93,9 @@ def build_request(query: str, documents: Sequence[str], **options: Unpack[Reques
     )
 
 
-def affinity(request: pb.ScoreRequest) -> str:
-    """What calls that share a prefix have in common: a digest of the tenant and of the prefix as the caller gave it.
-
-    A proxy that hashes on it sends them to the same replica, where the prefix is cached. Empty where there is no prefix
-    of the caller's own: all that is then shared is the profile's, which every replica has.
-    """
-    kind = request.WhichOneof("prefix")
-    if kind is None:
-        return ""
-    own = getattr(request, kind)
-    content = own.encode() if isinstance(own, str) else own.SerializeToString(deterministic=True)
-    if not content:
-        return ""
-    parts = (request.tenant.encode(), kind.encode(), content)
-    return hashlib.blake2b(b"".join(len(p).to_bytes(8) + p for p in parts), digest_size=8).hexdigest()
-
-
 def _metadata(request: pb.ScoreRequest | None, token: str | None) -> tuple[tuple[str, str], ...]:
-    found = affinity(request) if request is not None else ""
-    own = ((AFFINITY, found),) if found else ()
+    found = affinity.affinity(request) if request is not None else ""
+    own = ((affinity.HEADER, found),) if found else ()
     return own + ((("authorization", f"Bearer {token}"),) if token else ())
 
 
@@ -185,7 +138,7 @@ class ScorerClient:
         try:
             return self._stub.Score(request, timeout=timeout, metadata=_metadata(request, self._token))
         except grpc.RpcError as error:
-            raise _scorer_error(error) from None
+            raise scorer_error(error) from None
 
     def model_info(self, timeout: float | None = DEFAULT_TIMEOUT) -> pb.GetModelInfoResponse:
         """What is served. Raises ScorerError."""
@@ -193,7 +146,7 @@ class ScorerClient:
             metadata = _metadata(None, self._token)
             return self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
-            raise _scorer_error(error) from None
+            raise scorer_error(error) from None
 
     def wait_until_serving(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Returns once the service's health is SERVING. Raises TimeoutError after `timeout` seconds."""
@@ -203,7 +156,7 @@ class ScorerClient:
                 if self._health(HEALTH_REQUEST, timeout=left, wait_for_ready=True) == SERVING:
                     return
             except grpc.RpcError as error:
-                _raise_unless_passing(error)
+                raise_unless_passing(error)
             time.sleep(POLL_SECONDS)
         raise TimeoutError(f"not serving after {timeout:g} s")
 
@@ -254,7 +207,7 @@ class AsyncScorerClient:
         try:
             return await self._stub.Score(request, timeout=timeout, metadata=_metadata(request, self._token))
         except grpc.RpcError as error:
-            raise _scorer_error(error) from None
+            raise scorer_error(error) from None
 
     async def model_info(self, timeout: float | None = DEFAULT_TIMEOUT) -> pb.GetModelInfoResponse:
         """See ScorerClient.model_info."""
@@ -262,7 +215,7 @@ class AsyncScorerClient:
             metadata = _metadata(None, self._token)
             return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
-            raise _scorer_error(error) from None
+            raise scorer_error(error) from None
 
     async def wait_until_serving(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """See ScorerClient.wait_until_serving."""
@@ -272,7 +225,7 @@ class AsyncScorerClient:
                 if await self._health(HEALTH_REQUEST, timeout=left, wait_for_ready=True) == SERVING:
                     return
             except grpc.RpcError as error:
-                _raise_unless_passing(error)
+                raise_unless_passing(error)
             await asyncio.sleep(POLL_SECONDS)
         raise TimeoutError(f"not serving after {timeout:g} s")
 
@@ -288,37 +241,3 @@ class AsyncScorerClient:
 
 def _raw(message: bytes) -> bytes:
     return message
-
-
-def _raise_unless_passing(error: grpc.RpcError) -> None:
-    """A server that is not up yet, or not in time, is waited for; anything else is wrong for good."""
-    told = _scorer_error(error)
-    if told.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        raise told from None
-
-
-def _scorer_error(error: grpc.RpcError) -> ScorerError:
-    """Errors of both channels have code(), details() and trailing_metadata(); only their bases do not say so."""
-    call = cast("grpc.Call", error)
-    violations, retry = _details(call.trailing_metadata() or ())
-    return ScorerError(call.code(), call.details() or "", violations, retry)
-
-
-def _details(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[list[FieldViolation], float | None]:
-    """What google.rpc.Status says, where its messages are installed (googleapis-common-protos)."""
-    status_bytes = next((value for key, value in metadata if key == "grpc-status-details-bin"), None)
-    if not isinstance(status_bytes, bytes):
-        return [], None
-    try:
-        from google.rpc import error_details_pb2, status_pb2
-    except ImportError:
-        return [], None
-    violations: list[FieldViolation] = []
-    retry: float | None = None
-    for detail in status_pb2.Status.FromString(status_bytes).details:
-        bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(bad_request):
-            violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
-        elif detail.Unpack(retry_info):
-            retry = retry_info.retry_delay.ToTimedelta().total_seconds()
-    return violations, retry

@@ -1,4 +1,4 @@
-"""The one gate in front of every gRPC method: health is open, everything else asks for a token where there are tokens."""
+"""The gate before every gRPC method: health is open, all else asks for a token where there are tokens."""
 
 from __future__ import annotations
 

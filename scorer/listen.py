@@ -85,9 +85,7 @@ async def listen(config: Config) -> AsyncIterator[Listening]:
             stack.callback(endpoint.close)
             metrics_address = join(config.host, endpoint.port)
         http_address = await _listen_http(stack, config, service, certificates)
-        listening = Listening(
-            Addresses(grpc_address, metrics_address, http_address, health_address), service, checks
-        )
+        listening = Listening(Addresses(grpc_address, metrics_address, http_address, health_address), service, checks)
         await listening.set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         for each in (server, probes):
             if each is not None:

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -20,18 +19,19 @@ from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.access import ANYONE, Access, Caller
+from scorer.access_log import log_call
 from scorer.config import MiB
 from scorer.errors import InvalidRequest, Overloaded, Unavailable
 from scorer.metrics import Metrics
-from scorer.refusal import VALUE_CHARACTERS, Refusal, Refused, abort, refusal_of, status_code
+from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, score_response
 from scorer.tokenized import Tokenized
+from scorer.undecodable import Undecodable
 
 if TYPE_CHECKING:
     from scorer.runtime import Runtime
 
 log = logging.getLogger(__name__)
-access_log = logging.getLogger("scorer.access")
 
 M = TypeVar("M", bound=Message)
 
@@ -41,17 +41,6 @@ TOKENIZER_THREADS = 2
 
 # gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
 DEADLINE_SLACK = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Undecodable:
-    """What arrived instead of a message of this kind."""
-
-    kind: str
-    bytes: int
-
-    def error(self) -> InvalidRequest:
-        return InvalidRequest.of("request", f"the bytes of a {self.kind}", f"{self.bytes} bytes that are none")
 
 
 def register(service: ScorerService, server: grpc.aio.Server) -> None:
@@ -152,13 +141,14 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             late = remaining is not None and time.perf_counter() - started >= remaining * (1 - DEADLINE_SLACK)
             code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
             raise
-        except Exception as error:  # noqa: BLE001  every call ends with a status
+        except Exception as error:
             refusal = self._refusal(error)
             code = refusal.code
             raise Refused(refusal) from error
         finally:
             self._leave(code)
-            _log_access(request, response, code, time.perf_counter() - started, caller)
+            read = pb.ScoreRequest() if isinstance(request, Undecodable) else request
+            log_call(read, response, code, time.perf_counter() - started, caller)
 
     def _admitted(self, request: pb.ScoreRequest | Undecodable, caller: Caller) -> pb.ScoreRequest:
         """The request under its caller's tenant. Raises InvalidRequest, Forbidden or RateLimited."""
@@ -242,11 +232,15 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
     def _refusal(self, error: Exception) -> Refusal:
         code = status_code(error)
         if code is None:
-            error_id = uuid.uuid4().hex[:12]
-            self._metrics.internal_errors.inc()
-            log.error("internal error error_id=%s", error_id, exc_info=error)
-            return Refusal(grpc.StatusCode.INTERNAL, f"internal error, id {error_id}")
+            return Refusal(grpc.StatusCode.INTERNAL, self.internal(error))
         return refusal_of(error, code)
+
+    def internal(self, error: Exception) -> str:
+        """Logs and counts an error of our own making; what the caller is told of it."""
+        error_id = uuid.uuid4().hex[:12]
+        self._metrics.internal_errors.inc()
+        log.error("internal error error_id=%s", error_id, exc_info=error)
+        return f"internal error, id {error_id}"
 
 
 def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
@@ -266,33 +260,6 @@ async def _submit(runtime: Runtime, request: TokenizedRequest, deadline: float |
         return await runtime.batcher.submit(request, deadline)
     except StrategyError as error:
         raise InvalidRequest.of("options.strategy", str(error)) from error
-
-
-def _log_access(
-    received: pb.ScoreRequest | Undecodable,
-    response: pb.ScoreResponse,
-    code: grpc.StatusCode,
-    seconds: float,
-    caller: Caller,
-) -> None:
-    """One record a call, each value a field that the log's renderer escapes; no text is logged."""
-    request = pb.ScoreRequest() if isinstance(received, Undecodable) else received
-    access_log.info(
-        "score",
-        extra={
-            "request_id": request.request_id[:VALUE_CHARACTERS],
-            "tenant": request.tenant[:VALUE_CHARACTERS],
-            "caller": caller.name,
-            "code": code.name,
-            "documents": len(request.documents),
-            "prefix_tokens": response.usage.prefix_tokens,
-            "cached_prefix_tokens": response.usage.cached_prefix_tokens,
-            "item_tokens": response.usage.item_tokens,
-            "computed_tokens": response.usage.computed_tokens,
-            "passes": response.passes,
-            "seconds": round(seconds, 4),
-        },
-    )
 
 
 def _model_labels(runtime: Runtime) -> dict[str, str]:

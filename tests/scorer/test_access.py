@@ -93,7 +93,7 @@ def test_a_malformed_file_stops_the_start_and_shows_no_token(tmp_path, text, tol
 
 
 def test_a_missing_file_stops_the_start(tmp_path):
-    with pytest.raises(ConfigError, match="auth_tokens_file .*nowhere"):
+    with pytest.raises(ConfigError, match=r"auth_tokens_file .*nowhere"):
         TokenFile(tmp_path / "nowhere")
 
 

@@ -6,9 +6,9 @@ import urllib.request
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from scorer.__main__ import main
 from scorer.client import AsyncScorerClient, ScorerError
 from tests.certificates import Pki
 from tests.scorer.test_server import SERVING, Life, health, run
@@ -148,3 +148,31 @@ def test_half_a_configuration_stops_the_start(pki, settings, told, caplog):
 
     run(scenario)
     assert re.search(told, caplog.text)
+
+
+def test_the_command_line_gets_in_with_a_token_and_certificates(pki, tokens, capsys):
+    own = [f"--server-ca={pki.path('ca.crt')}", f"--client-key={pki.path('client.key')}"]
+    own += [f"--client-certificate={pki.path('client.crt')}"]
+    token_file = pki.path("token")
+    token_file.write_text(f"{TOKEN}\n")
+
+    async def scenario():
+        async with Life(**pki.settings(), auth_tokens_file=tokens, drain_seconds=1) as life:
+            target = f"--target={await life.listening()}"
+
+            async def cli(*arguments):
+                return await asyncio.to_thread(main, list(arguments))
+
+            assert await cli("health", target, *own) == 0
+            assert await cli("health", target, "--timeout=0.3") == 1
+            assert await cli("score", target, *own, "q", "a", "b") == 1
+            assert await cli("score", target, *own, f"--token-file={token_file}", "q", "a", "b") == 0
+            assert await cli("score", target, own[1], "q", "a") == 2
+            assert await cli("score", target, f"--token-file={pki.path('nowhere')}", "q", "a") == 2
+
+    run(scenario)
+    told = capsys.readouterr()
+    assert told.out.startswith("serving\nnot serving\n")
+    assert "UNAUTHENTICATED" in told.err
+    assert "need --server-ca" in told.err
+    assert "cannot read" in told.err

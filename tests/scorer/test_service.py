@@ -50,10 +50,11 @@ class FakeTokenization:
             raise InvalidRequest.of("documents", "at least one document", 0)
         documents, items = [], []
         for index, document in enumerate(request.documents):
-            words = document.text.split()
+            text = document.text or document.raw_text
+            words = text.split()
             status = Status.OK if words else Status.EMPTY
             number = len(self.texts) + 1
-            self.texts[number] = document.text
+            self.texts[number] = text
             documents.append(
                 DocumentTokens(
                     id=document.id or str(index),
