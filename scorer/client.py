@@ -11,6 +11,7 @@ AsyncScorerClient has the same methods as coroutines.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Self, TypedDict, Unpack, cast
@@ -96,7 +97,17 @@ def build_request(query: str, documents: Sequence[str], **options: Unpack[Reques
 def _metadata(request: pb.ScoreRequest | None, token: str | None) -> tuple[tuple[str, str], ...]:
     found = affinity.affinity(request) if request is not None else ""
     own = ((affinity.HEADER, found),) if found else ()
-    return own + ((("authorization", f"Bearer {token}"),) if token else ())
+    authorization = (("authorization", f"Bearer {token}"),) if token else ()
+    return own + authorization + _trace()
+
+
+def _trace() -> tuple[tuple[str, str], ...]:
+    """The current span as W3C trace context, in a program that has OpenTelemetry loaded."""
+    propagate = sys.modules.get("opentelemetry.propagate")
+    carrier: dict[str, str] = {}
+    if propagate is not None:
+        propagate.inject(carrier)
+    return tuple(carrier.items())
 
 
 class ScorerClient:

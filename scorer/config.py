@@ -101,6 +101,12 @@ class Config(BaseModel):
     calibration: str | None = Field(None, description="file that prefixrank calibrate wrote; None: the built-in H200's")
 
     tolerance: float | None = Field(None, gt=0, description="of the start's self-check, in log-odds; None: by dtype")
+    self_check_seconds: float = Field(
+        60.0, ge=0, description="how often served documents are scored again alone, to export the drift; 0: never"
+    )
+    otlp_endpoint: str | None = Field(
+        None, description="OTLP/gRPC collector of traces, http://HOST:4317 (needs the otel extra); None: no traces"
+    )
     require_golden: bool = Field(False, description="refuse to start on a profile without golden scores")
 
     @classmethod

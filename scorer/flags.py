@@ -28,6 +28,8 @@ LISTENING = (
     "tls_key",
     "tls_client_ca",
     "log_format",
+    "self_check_seconds",
+    "otlp_endpoint",
     "drain_seconds",
 )
 SETTINGS = tuple(Config.model_fields)

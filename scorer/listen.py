@@ -20,6 +20,7 @@ from scorer.guard import Guard
 from scorer.metrics import Endpoint, Metrics
 from scorer.service import ScorerService, register
 from scorer.tls import Certificates
+from scorer.tracing import make_tracer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -67,7 +68,8 @@ async def listen(config: Config) -> AsyncIterator[Listening]:
     tokens = None if config.auth_tokens_file is None else TokenFile(Path(config.auth_tokens_file))
     access = Access(tokens, config.max_requests_per_second)
     metrics = Metrics(build_version())
-    service = ScorerService(metrics, build_version(), config.max_tokenizing_bytes, access)
+    tracer = make_tracer(config.otlp_endpoint, build_version())
+    service = ScorerService(metrics, build_version(), config.max_tokenizing_bytes, access, tracer)
     checks = health.aio.HealthServicer()
     async with AsyncExitStack() as stack:
         stack.callback(service.close)

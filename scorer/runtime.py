@@ -22,7 +22,7 @@ from scorer.engine import Engine
 from scorer.errors import ConfigError, ModelError, ProfileError
 from scorer.model import ScoringModel, find, load_model
 from scorer.profile import Profile, builtin_names, load_profile
-from scorer.selfcheck import check_golden, check_packing
+from scorer.selfcheck import TOLERANCE, check_golden, check_packing
 from scorer.tokenization import Tokenization, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -112,6 +112,11 @@ class Runtime:
             raise ProfileError(f"profile {self.profile.name} has no golden scores: record them with prefixrank verify")
         else:
             log.warning("profile %s is unverified: it has no golden scores of this checkpoint", self.profile.name)
+
+    @property
+    def tolerance(self) -> float:
+        """What packed and alone scores may differ in."""
+        return TOLERANCE[self.engine.model.dtype] if self.config.tolerance is None else self.config.tolerance
 
     def close(self) -> None:
         self.engine.close()

@@ -91,11 +91,17 @@ class _Server:
         await self.at.set_health(SERVING)
         log.info("listening %s", self.at.addresses)
         ready(self.at.addresses)
+        checking = self._self_check(config.self_check_seconds)
         failure = await _first(runtime.batcher.failed(), stop)
+        checking.cancel()
         if failure is not None:
             log.error("the device failed for good: %s", failure)
         answered = await self._drain(config.drain_seconds, runtime)
         return int(failure is not None or not answered)
+
+    def _self_check(self, seconds: float) -> asyncio.Future[None]:
+        """Runs beside the service until it is cancelled."""
+        return asyncio.ensure_future(self.at.service.check_forever(seconds) if seconds else asyncio.sleep(0))
 
     async def _drain(self, seconds: float, runtime: Runtime) -> bool:
         """No new calls; answers the accepted ones, for as long as the grace lasts. False where that was too short."""

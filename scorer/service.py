@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,11 +21,13 @@ from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.access import ANYONE, Access, Caller
 from scorer.access_log import log_call
 from scorer.config import MiB
+from scorer.drift import Sampler, check_forever
 from scorer.errors import InvalidRequest, Overloaded, Unavailable
 from scorer.metrics import Metrics
 from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, score_response
 from scorer.tokenized import Tokenized
+from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
 from scorer.undecodable import Undecodable
 
 if TYPE_CHECKING:
@@ -80,10 +82,13 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         version: str,
         max_tokenizing_bytes: int = 256 * MiB,
         access: Access | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = NoTracer() if tracer is None else tracer
         self.access = Access() if access is None else access
         self._metrics = metrics
         self._version = version
+        self._sampler = Sampler()
         self._runtime: Runtime | None = None
         self._refusing: str | None = "the service is starting"
         self.in_flight = 0
@@ -97,12 +102,20 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
     def serve(self, runtime: Runtime) -> None:
         """From now on calls are scored by `runtime`."""
         self._runtime, self._refusing = runtime, None
+        self._metrics.serving.set(1)
         self._metrics.watch_queue(lambda: runtime.batcher.queued_tokens)
         self._metrics.model.info(_model_labels(runtime))
 
     def refuse(self, reason: str) -> None:
         """From now on new calls get UNAVAILABLE with this reason; accepted ones go on."""
         self._refusing = reason
+        self._metrics.serving.set(0)
+
+    async def check_forever(self, seconds: float) -> None:
+        """Scores a sample of what was served again, alone, every so many seconds, until cancelled."""
+        runtime = self._accepting()
+        submit, kind = runtime.batcher.submit, runtime.profile.kind
+        await check_forever(self._sampler, submit, kind, runtime.tolerance, seconds, self._metrics.checked)
 
     async def idle(self) -> None:
         """Returns once no call is under way."""
@@ -110,6 +123,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
 
     def close(self) -> None:
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        self._tracer.close()
 
     async def Score(  # noqa: N802
         self,
@@ -119,20 +133,26 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """Scores the documents of one request; see the proto for the statuses."""
         try:
             caller = self.access.caller(authorization(context.invocation_metadata()))
-            return await self.answer(request, context.time_remaining(), caller)
+            return await self.answer(request, context.time_remaining(), caller, trace_of(context.invocation_metadata()))
         except Refused as error:
             await abort(context, error.refusal)
 
     async def answer(
-        self, request: pb.ScoreRequest | Undecodable, remaining: float | None = None, caller: Caller = ANYONE
+        self,
+        request: pb.ScoreRequest | Undecodable,
+        remaining: float | None = None,
+        caller: Caller = ANYONE,
+        trace: Mapping[str, str] = NO_TRACE,
     ) -> pb.ScoreResponse:
         """Scores one call, counts it once and logs it once, whatever protocol it came by.
 
-        remaining: seconds to the caller's deadline. Raises Refused. Cancelling the awaiting task cancels the work.
+        remaining: seconds to the caller's deadline; trace: its W3C trace context.
+        Raises Refused. Cancelling the awaiting task cancels the work.
         """
         started = time.perf_counter()
         deadline = None if remaining is None else time.monotonic() + remaining
         code, response = grpc.StatusCode.OK, pb.ScoreResponse()
+        span = self._tracer.begin(trace)
         self._enter()
         try:
             response = await self.score(self._admitted(request, caller), deadline)
@@ -147,6 +167,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             raise Refused(refusal) from error
         finally:
             self._leave(code)
+            span.end(response, code)
             read = pb.ScoreRequest() if isinstance(request, Undecodable) else request
             log_call(read, response, code, time.perf_counter() - started, caller)
 
@@ -192,6 +213,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         response.timings.tokenize_seconds = tokenize_seconds
         response.timings.total_seconds = time.perf_counter() - started
         self._metrics.answered(response, results)
+        if tokenized.request is not None and scores is not None:
+            self._sampler.offer(tokenized.request, scores)
         return response
 
     async def _tokenize(self, runtime: Runtime, request: pb.ScoreRequest) -> Tokenized:

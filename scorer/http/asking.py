@@ -14,6 +14,7 @@ from scorer.access import ANYONE, Caller
 from scorer.errors import Unavailable
 from scorer.refusal import Refusal, Refused, refusal_of
 from scorer.service import ScorerService
+from scorer.tracing import trace_of
 
 REQUEST_ID = "x-request-id"
 TENANT = "x-prefixrank-tenant"
@@ -42,7 +43,9 @@ class Asker:
         asked.request_id = _header(request, REQUEST_ID)
         asked.tenant = _header(request, TENANT)
         caller: Caller = request.scope.get("caller", ANYONE)
-        work = asyncio.ensure_future(self._service.answer(asked, self._timeout, caller))
+        work = asyncio.ensure_future(
+            self._service.answer(asked, self._timeout, caller, trace_of(request.headers.items()))
+        )
         gone = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait((work, gone), timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)

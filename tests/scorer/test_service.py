@@ -136,6 +136,7 @@ class FakeRuntime:
         self.tokenization = FakeTokenization(labels, seconds)
         self.batcher = FakeBatcher(self.tokenization.texts, error)
         self.limits = LIMITS
+        self.tolerance = 1e-4
         self.info = SimpleNamespace(
             model="fake-model",
             architecture="FakeForCausalLM",
