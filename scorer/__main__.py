@@ -1,4 +1,4 @@
-"""The command line, `prefixrank serve | score | demo | verify | explain | calibrate | bench`: settings are flags.
+"""The command line, `prefixrank serve | score | health | ...`: settings are flags.
 
 Exit codes: 0 all is well; 1 something asked for failed, and standard error says what; 2 wrong usage, a wrong setting or
 a model that cannot be served; 130 interrupted.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scorer import measure_commands, score_command
+from scorer import measure_commands, remote, score_command
 from scorer.errors import StartError
 from scorer.flags import MODEL_SETTINGS, SETTINGS, add_settings, as_arguments, config_of, given_flags
 
@@ -88,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     score_command.add_arguments(
         command("score", score_command.run, "score documents, here or on a server", score_command.EXAMPLE)
     )
+    told = "ask a server whether it serves"
+    remote.add_health(command("health", remote.health, told, remote.HEALTH_EXAMPLE))
     add_settings(command("demo", _demo, "see it work on the embedded model", DEMO_EXAMPLE), MODEL_SETTINGS)
 
     verify = command("verify", _verify, "prove that packed scores equal those of one document alone", VERIFY_EXAMPLE)
@@ -112,9 +114,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     config = config_of(args)
+    from scorer import logs
     from scorer.server import serve
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logs.configure(config.log_format)
     return _ended(asyncio.run(serve(config)))
 
 

@@ -11,15 +11,19 @@ AsyncScorerClient has the same methods as coroutines.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Self, TypedDict, Unpack, cast
 
 import grpc
 
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
+from scorer import affinity
+from scorer.client_errors import FieldViolation, ScorerError, raise_unless_passing, scorer_error
+
+__all__ = ["AsyncScorerClient", "FieldViolation", "RequestOptions", "ScorerClient", "ScorerError", "build_request"]
 
 MAX_MESSAGE_BYTES = 64 << 20
 DEFAULT_TIMEOUT = 60.0
@@ -37,37 +41,6 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name.encode()
 HEALTH_REQUEST = bytes((0x0A, len(SERVICE))) + SERVICE
 SERVING = b"\x08\x01"
-
-
-@dataclass(frozen=True, slots=True)
-class FieldViolation:
-    """One bad field of a request: its path, and what is allowed with what was given."""
-
-    field: str
-    description: str
-
-
-class ScorerError(Exception):
-    """A call that got a status instead of an answer.
-
-    code                 the gRPC status code
-    message              in words
-    violations           with INVALID_ARGUMENT: the bad fields
-    retry_after_seconds  with RESOURCE_EXHAUSTED: when to come again
-    """
-
-    def __init__(
-        self,
-        code: grpc.StatusCode,
-        message: str,
-        violations: Sequence[FieldViolation] = (),
-        retry_after_seconds: float | None = None,
-    ) -> None:
-        self.code = code
-        self.message = message
-        self.violations = tuple(violations)
-        self.retry_after_seconds = retry_after_seconds
-        super().__init__(f"{code.name}: {message}")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -121,15 +94,37 @@ def build_request(query: str, documents: Sequence[str], **options: Unpack[Reques
     )
 
 
+def _metadata(request: pb.ScoreRequest | None, token: str | None) -> tuple[tuple[str, str], ...]:
+    found = affinity.affinity(request) if request is not None else ""
+    own = ((affinity.HEADER, found),) if found else ()
+    authorization = (("authorization", f"Bearer {token}"),) if token else ()
+    return own + authorization + _trace()
+
+
+def _trace() -> tuple[tuple[str, str], ...]:
+    """The current span as W3C trace context, in a program that has OpenTelemetry loaded."""
+    propagate = sys.modules.get("opentelemetry.propagate")
+    carrier: dict[str, str] = {}
+    if propagate is not None:
+        propagate.inject(carrier)
+    return tuple(carrier.items())
+
+
 class ScorerClient:
-    """Calls a server at `target` ("host:port"). Safe to share between threads; use it with `with`, or close it."""
+    """Calls a server at `target` ("host:port"). Safe to share between threads; use it with `with`, or close it.
+
+    credentials  for TLS, as grpc.ssl_channel_credentials makes them
+    token        a bearer token, where the server asks for one
+    """
 
     def __init__(
         self,
         target: str,
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[ChannelOption] = (),
+        token: str | None = None,
     ) -> None:
+        self._token = token
         options = (*channel_options, *CHANNEL_OPTIONS)  # gRPC takes the first of equal names
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options)
@@ -152,16 +147,17 @@ class ScorerClient:
     def score_request(self, request: pb.ScoreRequest, timeout: float | None = DEFAULT_TIMEOUT) -> pb.ScoreResponse:
         """Scores a request built by hand. Raises ScorerError."""
         try:
-            return self._stub.Score(request, timeout=timeout)
+            return self._stub.Score(request, timeout=timeout, metadata=_metadata(request, self._token))
         except grpc.RpcError as error:
-            raise _scorer_error(error) from None
+            raise scorer_error(error) from None
 
     def model_info(self, timeout: float | None = DEFAULT_TIMEOUT) -> pb.GetModelInfoResponse:
         """What is served. Raises ScorerError."""
         try:
-            return self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout)
+            metadata = _metadata(None, self._token)
+            return self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
-            raise _scorer_error(error) from None
+            raise scorer_error(error) from None
 
     def wait_until_serving(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Returns once the service's health is SERVING. Raises TimeoutError after `timeout` seconds."""
@@ -171,7 +167,7 @@ class ScorerClient:
                 if self._health(HEALTH_REQUEST, timeout=left, wait_for_ready=True) == SERVING:
                     return
             except grpc.RpcError as error:
-                _raise_unless_passing(error)
+                raise_unless_passing(error)
             time.sleep(POLL_SECONDS)
         raise TimeoutError(f"not serving after {timeout:g} s")
 
@@ -193,7 +189,9 @@ class AsyncScorerClient:
         target: str,
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[ChannelOption] = (),
+        token: str | None = None,
     ) -> None:
+        self._token = token
         options = (*channel_options, *CHANNEL_OPTIONS)  # gRPC takes the first of equal names
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options)
@@ -218,16 +216,17 @@ class AsyncScorerClient:
     ) -> pb.ScoreResponse:
         """See ScorerClient.score_request."""
         try:
-            return await self._stub.Score(request, timeout=timeout)
+            return await self._stub.Score(request, timeout=timeout, metadata=_metadata(request, self._token))
         except grpc.RpcError as error:
-            raise _scorer_error(error) from None
+            raise scorer_error(error) from None
 
     async def model_info(self, timeout: float | None = DEFAULT_TIMEOUT) -> pb.GetModelInfoResponse:
         """See ScorerClient.model_info."""
         try:
-            return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout)
+            metadata = _metadata(None, self._token)
+            return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
-            raise _scorer_error(error) from None
+            raise scorer_error(error) from None
 
     async def wait_until_serving(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """See ScorerClient.wait_until_serving."""
@@ -237,7 +236,7 @@ class AsyncScorerClient:
                 if await self._health(HEALTH_REQUEST, timeout=left, wait_for_ready=True) == SERVING:
                     return
             except grpc.RpcError as error:
-                _raise_unless_passing(error)
+                raise_unless_passing(error)
             await asyncio.sleep(POLL_SECONDS)
         raise TimeoutError(f"not serving after {timeout:g} s")
 
@@ -253,37 +252,3 @@ class AsyncScorerClient:
 
 def _raw(message: bytes) -> bytes:
     return message
-
-
-def _raise_unless_passing(error: grpc.RpcError) -> None:
-    """A server that is not up yet, or not in time, is waited for; anything else is wrong for good."""
-    told = _scorer_error(error)
-    if told.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        raise told from None
-
-
-def _scorer_error(error: grpc.RpcError) -> ScorerError:
-    """Errors of both channels have code(), details() and trailing_metadata(); only their bases do not say so."""
-    call = cast("grpc.Call", error)
-    violations, retry = _details(call.trailing_metadata() or ())
-    return ScorerError(call.code(), call.details() or "", violations, retry)
-
-
-def _details(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[list[FieldViolation], float | None]:
-    """What google.rpc.Status says, where its messages are installed (googleapis-common-protos)."""
-    status_bytes = next((value for key, value in metadata if key == "grpc-status-details-bin"), None)
-    if not isinstance(status_bytes, bytes):
-        return [], None
-    try:
-        from google.rpc import error_details_pb2, status_pb2
-    except ImportError:
-        return [], None
-    violations: list[FieldViolation] = []
-    retry: float | None = None
-    for detail in status_pb2.Status.FromString(status_bytes).details:
-        bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(bad_request):
-            violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
-        elif detail.Unpack(retry_info):
-            retry = retry_info.retry_delay.ToTimedelta().total_seconds()
-    return violations, retry

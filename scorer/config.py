@@ -59,6 +59,26 @@ class Config(BaseModel):
     max_tokenizing_bytes: int = Field(
         256 * MiB, ge=1, description="bytes of requests that wait to be tokenized; above it calls are refused"
     )
+    max_connection_age_seconds: float = Field(
+        0.0, ge=0, description="after which a gRPC client shall connect anew, to meet new replicas; 0: never"
+    )
+    health_port: int = Field(
+        -1, ge=-1, le=65535, description="port of gRPC health without TLS, for probes that speak none; 0: any, -1: none"
+    )
+    http_port: int = Field(-1, ge=-1, le=65535, description="HTTP port (needs the http extra); 0: any, -1: none")
+    http_timeout_seconds: float = Field(60.0, gt=0, description="deadline of an HTTP request")
+    auth_tokens_file: str | None = Field(
+        None, description="file of bearer tokens, one 'TOKEN [TENANT]' a line, read again when it changes; None: open"
+    )
+    max_requests_per_second: float = Field(
+        0.0, ge=0, description="scoring calls of one token, or of all without tokens; 0: as many as the queue takes"
+    )
+    tls_certificate: str | None = Field(None, description="PEM file: gRPC and HTTP then speak TLS only")
+    tls_key: str | None = Field(None, description="PEM file of the certificate's key")
+    tls_client_ca: str | None = Field(None, description="PEM file: clients must show a certificate it signed (mTLS)")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="of standard error; auto: text on a terminal, JSON elsewhere"
+    )
     drain_seconds: float = Field(30.0, ge=0, description="how long SIGTERM waits for accepted calls")
 
     max_documents: int = Field(2000, ge=1, description="documents of one request; more is refused")
@@ -86,6 +106,12 @@ class Config(BaseModel):
     calibration: str | None = Field(None, description="file that prefixrank calibrate wrote; None: the built-in H200's")
 
     tolerance: float | None = Field(None, gt=0, description="of the start's self-check, in log-odds; None: by dtype")
+    self_check_seconds: float = Field(
+        60.0, ge=0, description="how often served documents are scored again alone, to export the drift; 0: never"
+    )
+    otlp_endpoint: str | None = Field(
+        None, description="OTLP/gRPC collector of traces, http://HOST:4317 (needs the otel extra); None: no traces"
+    )
     require_golden: bool = Field(False, description="refuse to start on a profile without golden scores")
 
     @classmethod

@@ -33,6 +33,8 @@ STOP_SECONDS = 60.0
 # A proxy in the environment must not come between two processes of one machine.
 LOOPBACK_OPTIONS = (("grpc.enable_http_proxy", 0),)
 
+LISTENING = re.compile(r"listening grpc=([^\s\"]+) metrics=([^\s\"]+)(?: http=([^\s\"]+))?")
+
 Query = dict[str, Any]
 
 
@@ -179,6 +181,7 @@ class Server:
         self.process = subprocess.Popen([*command, *loopback], stderr=subprocess.PIPE, text=True, errors="replace")
         self.target: str | None = None
         self.metrics: str | None = None
+        self.http: str | None = None
         self._told = threading.Event()
         assert self.process.stderr is not None, "standard error is a pipe"
         self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
@@ -208,7 +211,7 @@ class Server:
         with stream:
             for line in stream:
                 self.tail.append(line)
-                if found := re.search(r"listening grpc=(\S+) metrics=(\S+)", line):
-                    self.target, self.metrics = found.groups()
+                if found := LISTENING.search(line):
+                    self.target, self.metrics, self.http = found.groups()
                     self._told.set()
         self._told.set()

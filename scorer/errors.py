@@ -3,7 +3,10 @@
 PrefixRankError
 ├── RequestError           the caller's fault
 │   └── InvalidRequest     one or more fields are wrong; names each with its value and limit
+├── Unauthenticated        no token, or one that is not known
+├── Forbidden              a token that is another tenant's
 ├── Overloaded             load, and only load
+│   └── RateLimited        this caller's own load
 ├── DeadlineExceeded       the caller's deadline came first
 ├── Unavailable            starting, draining, or the device is gone
 └── StartError             the service cannot start as configured (never on the wire)
@@ -53,6 +56,18 @@ class InvalidRequest(RequestError):
 
 class Overloaded(PrefixRankError):
     """Load, and only load."""
+
+
+class RateLimited(Overloaded):
+    """This caller's own load."""
+
+
+class Unauthenticated(PrefixRankError):
+    """No token, or one that is not known."""
+
+
+class Forbidden(PrefixRankError):
+    """A token that is another tenant's."""
 
 
 class DeadlineExceeded(PrefixRankError):

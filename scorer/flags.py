@@ -12,7 +12,26 @@ from pydantic.fields import FieldInfo
 from scorer.config import Config
 
 # Settings of the listening service; the commands that run a model in this process have the others.
-LISTENING = ("host", "port", "metrics_port", "max_message_bytes", "max_tokenizing_bytes", "drain_seconds")
+LISTENING = (
+    "host",
+    "port",
+    "metrics_port",
+    "health_port",
+    "http_port",
+    "http_timeout_seconds",
+    "max_message_bytes",
+    "max_tokenizing_bytes",
+    "max_connection_age_seconds",
+    "max_requests_per_second",
+    "auth_tokens_file",
+    "tls_certificate",
+    "tls_key",
+    "tls_client_ca",
+    "log_format",
+    "self_check_seconds",
+    "otlp_endpoint",
+    "drain_seconds",
+)
 SETTINGS = tuple(Config.model_fields)
 MODEL_SETTINGS = tuple(name for name in SETTINGS if name not in LISTENING)
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from attention.plans import Strategy
 from prefixrank.v1 import scorer_pb2 as pb
+from scorer.drift import RESULTS
 
 STAGES = ("tokenize", "queue", "plan", "forward", "total")
 STATUS_PREFIX = "DOCUMENT_STATUS_"
@@ -66,6 +67,17 @@ class Metrics:
         self.non_finite = counter("non_finite_scores", "Documents for which the model gave NaN or infinity")
         self.computed = counter("computed_tokens", "Tokens that went through the model")
         self.saved = counter("saved_tokens", "Tokens that scoring one document at a time would have computed beyond")
+        self.prefix = counter("prefix_tokens", "Prefix tokens of answered calls")
+        self.cached_prefix = counter("cached_prefix_tokens", "Of them, tokens whose K/V was cached when the call came")
+        self.self_checks = counter(
+            "self_checks", "Served requests of which documents were scored again alone", "result", RESULTS
+        )
+        self.drift = Gauge(
+            "prefixrank_self_check_drift",
+            "Largest difference of a served score to the same document's alone, of the last self-check",
+            registry=registry,
+        )
+        self.serving = Gauge("prefixrank_serving", "1 while the service takes calls", registry=registry)
         self.internal_errors = counter("internal_errors", "Errors of our own making; the log has each with its id")
         self.stage_seconds = histogram(
             "stage_seconds", "Seconds of each stage of an answered call", SECONDS, stage=STAGES
@@ -98,8 +110,16 @@ class Metrics:
         usage = response.usage
         self.request_documents.observe(documents)
         self.request_tokens.observe(usage.prefix_tokens + usage.item_tokens)
+        self.prefix.inc(usage.prefix_tokens)
+        self.cached_prefix.inc(usage.cached_prefix_tokens)
         self.computed.inc(usage.computed_tokens)
         self.saved.inc(usage.saved_tokens)
+
+    def checked(self, result: str, drift: float | None) -> None:
+        """Counts one self-check."""
+        self.self_checks.labels(result).inc()
+        if drift is not None:
+            self.drift.set(drift)
 
     def listen(self, host: str, port: int) -> Endpoint:
         """Serves the metrics over HTTP; port 0 takes any free one. Raises OSError where it cannot bind."""

@@ -14,7 +14,15 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from batching.batcher import Closed, Expired, QueueFull
-from scorer.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, Violation
+from scorer.errors import (
+    DeadlineExceeded,
+    Forbidden,
+    InvalidRequest,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+    Violation,
+)
 
 RETRY_SECONDS = 1
 
@@ -29,6 +37,8 @@ LIMIT_CHARACTERS = 300
 # The one table of exceptions and status codes. What is not here, such as a pass that failed, is our fault: INTERNAL.
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -54,6 +64,14 @@ class Refusal:
             packed.Pack(self.detail)
             status.details.append(packed)
         return status
+
+
+class Refused(Exception):
+    """A call that ends without an answer, and how."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        self.refusal = refusal
+        super().__init__(refusal.message)
 
 
 def status_code(error: Exception) -> grpc.StatusCode | None:

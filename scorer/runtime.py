@@ -24,7 +24,7 @@ from scorer.errors import ConfigError, ModelError, ProfileError
 from scorer.fused_model import refusal
 from scorer.model import ScoringModel, find, load_model
 from scorer.profile import Profile, builtin_names, load_profile
-from scorer.selfcheck import check_golden, check_packing
+from scorer.selfcheck import TOLERANCE, check_golden, check_packing
 from scorer.tokenization import Tokenization, load_tokenizer
 
 if TYPE_CHECKING:
@@ -117,6 +117,11 @@ class Runtime:
             raise ProfileError(f"profile {self.profile.name} has no golden scores: record them with prefixrank verify")
         else:
             log.warning("profile %s is unverified: it has no golden scores of this checkpoint", self.profile.name)
+
+    @property
+    def tolerance(self) -> float:
+        """What packed and alone scores may differ in."""
+        return TOLERANCE[self.engine.model.dtype] if self.config.tolerance is None else self.config.tolerance
 
     def close(self) -> None:
         self.engine.close()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from scorer.config import Config
 from scorer.errors import ConfigError
 from scorer.flags import MODEL_SETTINGS, add_settings, config_of, given_flags
+from scorer.remote import add_remote, connect
 
 if TYPE_CHECKING:
     from prefixrank.v1 import scorer_pb2 as pb
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--truncation", default="right", choices=["right", "left", "none"], help="the side to cut")
     parser.add_argument("--strategy", default="auto", metavar="NAME", help="such as multi_item (default: auto)")
+    add_remote(parser)
     add_settings(parser, MODEL_SETTINGS)
 
 
@@ -173,9 +175,7 @@ def _document(index: int, given: object) -> tuple[str, str]:
 
 @contextmanager
 def _remote(args: argparse.Namespace) -> Iterator[Score]:
-    from scorer.client import ScorerClient
-
-    with ScorerClient(args.target) as client:
+    with connect(args) as client:
         yield lambda request: client.score_request(request, args.timeout)
 
 

@@ -1,4 +1,4 @@
-"""The gRPC servicer: one call in, one answer or one status out, counted once."""
+"""The servicer: one call in, one answer or one status out, counted once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -20,36 +18,31 @@ from batching.select import StrategyError
 from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
+from scorer.access import ANYONE, Access, Caller
+from scorer.access_log import log_call
 from scorer.config import MiB
+from scorer.drift import Sampler, check_forever
 from scorer.errors import InvalidRequest, Overloaded, Unavailable
 from scorer.metrics import Metrics
-from scorer.refusal import VALUE_CHARACTERS, Refusal, abort, refusal_of, status_code
+from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, score_response
 from scorer.tokenized import Tokenized
+from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
+from scorer.undecodable import Undecodable
 
 if TYPE_CHECKING:
     from scorer.runtime import Runtime
 
 log = logging.getLogger(__name__)
-access_log = logging.getLogger("scorer.access")
 
 M = TypeVar("M", bound=Message)
+
+SCORE_METHODS = frozenset({f"/{pb.DESCRIPTOR.services_by_name['ScorerService'].full_name}/Score"})
 
 TOKENIZER_THREADS = 2
 
 # gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
 DEADLINE_SLACK = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Undecodable:
-    """What arrived instead of a message of this kind."""
-
-    kind: str
-    bytes: int
-
-    def error(self) -> InvalidRequest:
-        return InvalidRequest.of("request", f"the bytes of a {self.kind}", f"{self.bytes} bytes that are none")
 
 
 def register(service: ScorerService, server: grpc.aio.Server) -> None:
@@ -83,9 +76,19 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
     max_tokenizing_bytes  of requests that wait for a tokenizer's thread or have one
     """
 
-    def __init__(self, metrics: Metrics, version: str, max_tokenizing_bytes: int = 256 * MiB) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        version: str,
+        max_tokenizing_bytes: int = 256 * MiB,
+        access: Access | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._tracer = NoTracer() if tracer is None else tracer
+        self.access = Access() if access is None else access
         self._metrics = metrics
         self._version = version
+        self._sampler = Sampler()
         self._runtime: Runtime | None = None
         self._refusing: str | None = "the service is starting"
         self.in_flight = 0
@@ -99,12 +102,20 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
     def serve(self, runtime: Runtime) -> None:
         """From now on calls are scored by `runtime`."""
         self._runtime, self._refusing = runtime, None
+        self._metrics.serving.set(1)
         self._metrics.watch_queue(lambda: runtime.batcher.queued_tokens)
         self._metrics.model.info(_model_labels(runtime))
 
     def refuse(self, reason: str) -> None:
         """From now on new calls get UNAVAILABLE with this reason; accepted ones go on."""
         self._refusing = reason
+        self._metrics.serving.set(0)
+
+    async def check_forever(self, seconds: float) -> None:
+        """Scores a sample of what was served again, alone, every so many seconds, until cancelled."""
+        runtime = self._accepting()
+        submit, kind = runtime.batcher.submit, runtime.profile.kind
+        await check_forever(self._sampler, submit, kind, runtime.tolerance, seconds, self._metrics.checked)
 
     async def idle(self) -> None:
         """Returns once no call is under way."""
@@ -112,6 +123,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
 
     def close(self) -> None:
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        self._tracer.close()
 
     async def Score(  # noqa: N802
         self,
@@ -119,25 +131,56 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         context: grpc.aio.ServicerContext[pb.ScoreRequest, pb.ScoreResponse],
     ) -> pb.ScoreResponse:
         """Scores the documents of one request; see the proto for the statuses."""
+        try:
+            caller = self.access.caller(authorization(context.invocation_metadata()))
+            return await self.answer(request, context.time_remaining(), caller, trace_of(context.invocation_metadata()))
+        except Refused as error:
+            await abort(context, error.refusal)
+
+    async def answer(
+        self,
+        request: pb.ScoreRequest | Undecodable,
+        remaining: float | None = None,
+        caller: Caller = ANYONE,
+        trace: Mapping[str, str] = NO_TRACE,
+    ) -> pb.ScoreResponse:
+        """Scores one call, counts it once and logs it once, whatever protocol it came by.
+
+        remaining: seconds to the caller's deadline; trace: its W3C trace context.
+        Raises Refused. Cancelling the awaiting task cancels the work.
+        """
         started = time.perf_counter()
-        remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
         code, response = grpc.StatusCode.OK, pb.ScoreResponse()
+        span = self._tracer.begin(trace)
         self._enter()
         try:
-            response = await self.score(_decoded(request), deadline)
+            response = await self.score(self._admitted(request, caller), deadline)
             return response
         except asyncio.CancelledError:
             late = remaining is not None and time.perf_counter() - started >= remaining * (1 - DEADLINE_SLACK)
             code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
             raise
-        except Exception as error:  # noqa: BLE001  every call ends with a status
+        except Exception as error:
             refusal = self._refusal(error)
             code = refusal.code
-            await abort(context, refusal)
+            raise Refused(refusal) from error
         finally:
             self._leave(code)
-            _log_access(request, response, code, time.perf_counter() - started)
+            span.end(response, code)
+            read = pb.ScoreRequest() if isinstance(request, Undecodable) else request
+            log_call(read, response, code, time.perf_counter() - started, caller)
+
+    def _admitted(self, request: pb.ScoreRequest | Undecodable, caller: Caller) -> pb.ScoreRequest:
+        """The request under its caller's tenant. Raises InvalidRequest, Forbidden or RateLimited."""
+        decoded = _decoded(request)
+        decoded.tenant = caller.tenant_of(decoded.tenant)
+        self.access.count(caller)
+        return decoded
+
+    def refused(self, code: grpc.StatusCode) -> None:
+        """Counts a scoring call that was refused before it got here."""
+        self._metrics.requests.labels(code.name).inc()
 
     async def GetModelInfo(  # noqa: N802
         self,
@@ -147,9 +190,13 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """Says what is served."""
         try:
             _decoded(request)
-            return model_info(self._accepting(), self._version)
+            return self.info()
         except Exception as error:  # noqa: BLE001  every call ends with a status
             await abort(context, self._refusal(error))
+
+    def info(self) -> pb.GetModelInfoResponse:
+        """What is served. Raises Unavailable."""
+        return model_info(self._accepting(), self._version)
 
     async def score(self, request: pb.ScoreRequest, deadline: float | None = None) -> pb.ScoreResponse:
         """Scores one request. `deadline` is in seconds of time.monotonic().
@@ -166,6 +213,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         response.timings.tokenize_seconds = tokenize_seconds
         response.timings.total_seconds = time.perf_counter() - started
         self._metrics.answered(response, results)
+        if tokenized.request is not None and scores is not None:
+            self._sampler.offer(tokenized.request, scores)
         return response
 
     async def _tokenize(self, runtime: Runtime, request: pb.ScoreRequest) -> Tokenized:
@@ -206,11 +255,20 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
     def _refusal(self, error: Exception) -> Refusal:
         code = status_code(error)
         if code is None:
-            error_id = uuid.uuid4().hex[:12]
-            self._metrics.internal_errors.inc()
-            log.error("internal error error_id=%s", error_id, exc_info=error)
-            return Refusal(grpc.StatusCode.INTERNAL, f"internal error, id {error_id}")
+            return Refusal(grpc.StatusCode.INTERNAL, self.internal(error))
         return refusal_of(error, code)
+
+    def internal(self, error: Exception) -> str:
+        """Logs and counts an error of our own making; what the caller is told of it."""
+        error_id = uuid.uuid4().hex[:12]
+        self._metrics.internal_errors.inc()
+        log.error("internal error error_id=%s", error_id, exc_info=error)
+        return f"internal error, id {error_id}"
+
+
+def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
+    """The Authorization header among a call's metadata."""
+    return next((value for key, value in metadata or () if key == "authorization"), None)
 
 
 def _decoded(request: M | Undecodable) -> M:
@@ -225,26 +283,6 @@ async def _submit(runtime: Runtime, request: TokenizedRequest, deadline: float |
         return await runtime.batcher.submit(request, deadline)
     except StrategyError as error:
         raise InvalidRequest.of("options.strategy", str(error)) from error
-
-
-def _log_access(
-    received: pb.ScoreRequest | Undecodable, response: pb.ScoreResponse, code: grpc.StatusCode, seconds: float
-) -> None:
-    """One line a call. Identifiers are percent-coded, so they hold neither spaces nor newlines; no text is logged."""
-    request = pb.ScoreRequest() if isinstance(received, Undecodable) else received
-    access_log.info(
-        "request_id=%s tenant=%s code=%s documents=%d prefix_tokens=%d item_tokens=%d computed_tokens=%d passes=%d "
-        "seconds=%.4f",
-        quote(request.request_id[:VALUE_CHARACTERS]),
-        quote(request.tenant[:VALUE_CHARACTERS]),
-        code.name,
-        len(request.documents),
-        response.usage.prefix_tokens,
-        response.usage.item_tokens,
-        response.usage.computed_tokens,
-        response.passes,
-        seconds,
-    )
 
 
 def _model_labels(runtime: Runtime) -> dict[str, str]:

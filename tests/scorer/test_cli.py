@@ -34,13 +34,13 @@ def piped(text, *arguments):
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "score", "demo", "verify", "explain", "calibrate", "bench cpu", "bench attention"]
+    "command", ["serve", "score", "health", "demo", "verify", "explain", "calibrate", "bench cpu", "bench attention"]
 )
 def test_help_shows_an_example_and_units(capsys, command):
     code, out, _ = cli(capsys, *command.split(), "--help")
     assert code == 0
     assert f"example:\n  prefixrank {command}" in out
-    assert any(unit in out for unit in ("tokens", "documents/s", "milliseconds"))
+    assert any(unit in out for unit in ("tokens", "documents/s", "milliseconds", "seconds"))
 
 
 def test_help_of_serve_has_every_setting(capsys):

@@ -1,6 +1,7 @@
 """The servicer behind a real gRPC server on loopback, over a fake runtime and, at the end, a tiny real one."""
 
 import asyncio
+import json
 import logging
 import math
 import threading
@@ -23,6 +24,7 @@ from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import CHANNEL_OPTIONS, AsyncScorerClient, ScorerError, build_request
 from scorer.config import Config, Limits
 from scorer.errors import InvalidRequest, Violation
+from scorer.logs import formatter
 from scorer.metrics import Metrics
 from scorer.runtime import Runtime
 from scorer.service import ScorerService, register
@@ -48,10 +50,11 @@ class FakeTokenization:
             raise InvalidRequest.of("documents", "at least one document", 0)
         documents, items = [], []
         for index, document in enumerate(request.documents):
-            words = document.text.split()
+            text = document.text or document.raw_text
+            words = text.split()
             status = Status.OK if words else Status.EMPTY
             number = len(self.texts) + 1
-            self.texts[number] = document.text
+            self.texts[number] = text
             documents.append(
                 DocumentTokens(
                     id=document.id or str(index),
@@ -133,6 +136,7 @@ class FakeRuntime:
         self.tokenization = FakeTokenization(labels, seconds)
         self.batcher = FakeBatcher(self.tokenization.texts, error)
         self.limits = LIMITS
+        self.tolerance = 1e-4
         self.info = SimpleNamespace(
             model="fake-model",
             architecture="FakeForCausalLM",
@@ -561,11 +565,17 @@ def test_the_log_has_one_line_a_call_and_no_text(caplog):
     caplog.set_level(logging.INFO, "scorer.access")
     ask(build_request("my secret query", ["my secret document"], request_id="a b\nforged=1", tenant="t\r\n"))
     refused(build_request("my secret query", [], request_id="r" * 5000))
-    answered, refusal = [r.getMessage() for r in caplog.records if r.name == "scorer.access"]
-    assert answered.startswith("request_id=a%20b%0Aforged%3D1 tenant=t%0D%0A code=OK documents=1 prefix_tokens=10")
-    assert "code=INVALID_ARGUMENT" in refusal
+    records = [r for r in caplog.records if r.name == "scorer.access"]
+    answered, refusal = [formatter(text=False).format(r) for r in records]
+    assert len(answered.splitlines()) == len(refusal.splitlines()) == 1
+    told = json.loads(answered)
+    assert (told["request_id"], told["tenant"], told["code"]) == ("a b\nforged=1", "t\r\n", "OK")
+    assert (told["documents"], told["prefix_tokens"]) == (1, 10)
+    assert json.loads(refusal)["code"] == "INVALID_ARGUMENT"
     assert "r" * 101 not in refusal
     assert "secret" not in answered + refusal
+    for record in records:
+        assert len(formatter(text=True).format(record).splitlines()) == 1
 
 
 # --- a real runtime, a tiny model

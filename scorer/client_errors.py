@@ -1,0 +1,74 @@
+"""What a client raises for a call that got a status instead of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One bad field of a request: its path, and what is allowed with what was given."""
+
+    field: str
+    description: str
+
+
+class ScorerError(Exception):
+    """A call that got a status instead of an answer.
+
+    code                 the gRPC status code
+    message              in words
+    violations           with INVALID_ARGUMENT: the bad fields
+    retry_after_seconds  with RESOURCE_EXHAUSTED: when to come again
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        violations: Sequence[FieldViolation] = (),
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        self.code = code
+        self.message = message
+        self.violations = tuple(violations)
+        self.retry_after_seconds = retry_after_seconds
+        super().__init__(f"{code.name}: {message}")
+
+
+def raise_unless_passing(error: grpc.RpcError) -> None:
+    """A server that is not up yet, or not in time, is waited for; anything else is wrong for good."""
+    told = scorer_error(error)
+    if told.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        raise told from None
+
+
+def scorer_error(error: grpc.RpcError) -> ScorerError:
+    """Errors of both channels have code(), details() and trailing_metadata(); only their bases do not say so."""
+    call = cast("grpc.Call", error)
+    violations, retry = _details(call.trailing_metadata() or ())
+    return ScorerError(call.code(), call.details() or "", violations, retry)
+
+
+def _details(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[list[FieldViolation], float | None]:
+    """What google.rpc.Status says, where its messages are installed (googleapis-common-protos)."""
+    status_bytes = next((value for key, value in metadata if key == "grpc-status-details-bin"), None)
+    if not isinstance(status_bytes, bytes):
+        return [], None
+    try:
+        from google.rpc import error_details_pb2, status_pb2
+    except ImportError:
+        return [], None
+    violations: list[FieldViolation] = []
+    retry: float | None = None
+    for detail in status_pb2.Status.FromString(status_bytes).details:
+        bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad_request):
+            violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
+        elif detail.Unpack(retry_info):
+            retry = retry_info.retry_delay.ToTimedelta().total_seconds()
+    return violations, retry

@@ -1,0 +1,164 @@
+"""/v1/score as SGLang answers it, and /score as vLLM does."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from prefixrank.v1 import scorer_pb2 as pb
+from scorer.http.asking import Asker, invalid, outputs, relevance, require_all, tokens
+from scorer.http.rerank import UINT32, Model, Strict
+
+TokenId = Annotated[int, Field(ge=0, le=UINT32)]
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class ItemsRequest(Strict):
+    """SGLang's request: query and items are the whole prompt as text or ids; no template goes around them.
+    label_token_ids: one or two; unset: the profile's."""
+
+    query: Text | Ids
+    items: Annotated[Text | list[Text] | list[Ids], Field(min_length=1)]
+    label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2)] | None = None
+    apply_softmax: bool = False
+    item_first: bool = False
+    model: Model = None
+
+
+class ScoreUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class ItemsAnswer(BaseModel):
+    """scores: for each item each label's probability under the whole vocabulary, or with apply_softmax among the
+    labels."""
+
+    object: Literal["scoring"] = "scoring"
+    scores: list[list[float]]
+    model: str
+    usage: ScoreUsage
+
+
+class PairsRequest(Strict):
+    """vLLM's request: one text_1 and one or more text_2, or as many of the one as of the other."""
+
+    text_1: Text | Annotated[list[Text], Field(min_length=1)]
+    text_2: str | Annotated[list[str], Field(min_length=1)]
+    model: Model = None
+    use_activation: bool = True
+
+
+class PairScore(BaseModel):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class PairsAnswer(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: ScoreUsage
+
+
+def router(asker: Asker, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+    """The two endpoints."""
+    made = APIRouter(tags=["score"], responses=errors)
+
+    @made.post("/v1/score")
+    async def score_items(body: ItemsRequest, request: Request) -> ItemsAnswer:
+        """As SGLang."""
+        response = await asker.score(_items_request(body), request)
+        require_all(response, "items")
+        scores = [_probabilities(result.label_logits, body.apply_softmax) for result in response.results]
+        return ItemsAnswer(scores=scores, model=response.model, usage=_usage(tokens(response)))
+
+    @made.post("/score")
+    async def score_pairs(body: PairsRequest, request: Request) -> PairsAnswer:
+        """As vLLM."""
+        return await _score_pairs(asker, body, request)
+
+    return made
+
+
+def _items_request(body: ItemsRequest) -> pb.ScoreRequest:
+    if body.item_first:
+        raise invalid("item_first", "only false: documents follow the prefix that they share")
+    items = [body.items] if isinstance(body.items, str) else body.items
+    if isinstance(body.query, str) != isinstance(items[0], str):
+        raise invalid("items", "text where query is text, token ids where query is token ids")
+    asked = pb.ScoreRequest(
+        options=pb.ScoreOptions(
+            label_token_ids=body.label_token_ids or (),
+            outputs=pb.OutputOptions(label_logits=True, vocabulary_probabilities=True),
+        )
+    )
+    if isinstance(body.query, str):
+        asked.raw_text = body.query
+    else:
+        asked.token_ids.ids.extend(body.query)
+    for item in items:
+        if isinstance(item, str):
+            asked.documents.add(raw_text=item)
+        else:
+            asked.documents.add(token_ids=pb.TokenIds(ids=item))
+    return asked
+
+
+def _probabilities(labels: Sequence[pb.LabelScore], softmax: bool) -> list[float]:
+    if not softmax:
+        return [label.vocabulary_probability for label in labels]
+    highest = max(label.logit for label in labels)
+    shares = [math.exp(label.logit - highest) for label in labels]
+    return [share / sum(shares) for share in shares]
+
+
+async def _score_pairs(asker: Asker, body: PairsRequest, request: Request) -> PairsAnswer:
+    pairs = _pairs(body)
+    groups: dict[str, list[int]] = {}
+    for place, (query, _) in enumerate(pairs):
+        groups.setdefault(query, []).append(place)
+    scores = [0.0] * len(pairs)
+    counted = 0
+    for query, places in groups.items():
+        asked = pb.ScoreRequest(
+            query=pb.QueryPrefix(text=query),
+            documents=[pb.Document(text=pairs[place][1]) for place in places],
+            options=pb.ScoreOptions(outputs=outputs(asker.info())),
+        )
+        response = await asker.score(asked, request)
+        require_all(response, "text_2")
+        counted += tokens(response)
+        for place, result in zip(places, response.results, strict=True):
+            scores[place] = relevance(result) if body.use_activation else result.score
+    return PairsAnswer(
+        id=f"score-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=asker.info().model,
+        data=[PairScore(index=place, score=score) for place, score in enumerate(scores)],
+        usage=_usage(counted),
+    )
+
+
+def _pairs(body: PairsRequest) -> list[tuple[str, str]]:
+    queries = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    documents = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(queries) == 1:
+        queries = queries * len(documents)
+    if len(queries) != len(documents):
+        raise invalid("text_2", f"one text_1, or as many as text_2: got {len(queries)} and {len(documents)}")
+    return list(zip(queries, documents, strict=True))
+
+
+def _usage(counted: int) -> ScoreUsage:
+    return ScoreUsage(prompt_tokens=counted, total_tokens=counted)

@@ -1,0 +1,85 @@
+"""Certificates of the listening ports, read again when they change, so that renewing one needs no restart."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from scorer.config import Config
+from scorer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Paths of PEM files. client_ca: clients must show a certificate that it signed (mTLS)."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None
+
+    @classmethod
+    def of(cls, config: Config) -> Certificates | None:
+        """None where no certificate is configured. Raises ConfigError for half a pair or files that do not fit."""
+        if config.tls_certificate is None and config.tls_key is None and config.tls_client_ca is None:
+            return None
+        if config.tls_certificate is None or config.tls_key is None:
+            raise ConfigError("tls_certificate and tls_key go together, and tls_client_ca needs both")
+        ca = None if config.tls_client_ca is None else Path(config.tls_client_ca)
+        made = cls(Path(config.tls_certificate), Path(config.tls_key), ca)
+        try:
+            made.context()
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"tls_certificate, tls_key, tls_client_ca: {error}") from None
+        return made
+
+    def context(self) -> ssl.SSLContext:
+        """For an HTTP server."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.certificate, self.key)
+        if self.client_ca is not None:
+            context.load_verify_locations(self.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def state(self) -> tuple[int, ...]:
+        """Changes whenever one of the files does. Raises OSError."""
+        files = [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
+        return tuple(path.stat().st_mtime_ns for path in files)
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For a gRPC server: asked at every handshake, and answered anew once the files have changed."""
+        fetch: Any = _Fetcher(self)  # the stubs do not know that None means: as before
+        return grpc.dynamic_ssl_server_credentials(self._configuration(), fetch, self.client_ca is not None)
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        ca = None if self.client_ca is None else self.client_ca.read_bytes()
+        pair = (self.key.read_bytes(), self.certificate.read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=ca)
+
+
+class _Fetcher:
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates = certificates
+        self._seen = certificates.state()
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        try:
+            state = self._certificates.state()
+            if state == self._seen:
+                return None
+            self._certificates.context()  # half a renewal would close the port: key and certificate must fit
+            configuration = self._certificates._configuration()
+        except (OSError, ssl.SSLError) as error:
+            log.error("certificates: %s; the ones in use stay", error)
+            return None
+        self._seen = state
+        log.info("certificates read again")
+        return configuration

@@ -1,0 +1,142 @@
+"""OpenTelemetry: a span for each scoring call with one inside it for each stage, under the caller's trace."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import grpc
+
+from prefixrank.v1 import scorer_pb2 as pb
+from scorer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span as OtelSpan
+
+CARRIED = ("traceparent", "tracestate")
+NO_TRACE: Mapping[str, str] = MappingProxyType({})
+STAGES = ("tokenize", "queue", "plan", "forward")  # in this order, and they do not overlap
+NAME = "prefixrank.v1.ScorerService/Score"
+
+
+def trace_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> Mapping[str, str]:
+    """The W3C trace context among a call's metadata or headers."""
+    return {key: value for key, value in metadata or () if key in CARRIED and isinstance(value, str)}
+
+
+class Span(ABC):
+    """One call under way."""
+
+    @abstractmethod
+    def end(self, response: pb.ScoreResponse, code: grpc.StatusCode) -> None:
+        """The call has ended. response: empty unless it was answered."""
+
+
+class Tracer(ABC):
+    """Where calls' spans go."""
+
+    @abstractmethod
+    def begin(self, trace: Mapping[str, str]) -> Span:
+        """A call begins now. trace: the caller's W3C trace context."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Sends what is left."""
+
+
+class _NoSpan(Span):
+    def end(self, response: pb.ScoreResponse, code: grpc.StatusCode) -> None:
+        return None
+
+
+class NoTracer(Tracer):
+    """Traces nothing."""
+
+    _span = _NoSpan()
+
+    def begin(self, trace: Mapping[str, str]) -> Span:
+        return self._span
+
+    def close(self) -> None:
+        return None
+
+
+def make_tracer(endpoint: str | None, version: str) -> Tracer:
+    """Sends spans to an OTLP/gRPC collector. Raises ConfigError where the extra is missing."""
+    if endpoint is None:
+        return NoTracer()
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(f"otlp_endpoint needs the otel extra, pip install 'prefixrank[otel]': {error}") from None
+    resource = Resource.create({"service.name": "prefixrank", "service.version": version})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"))))
+    return OtelTracer(provider)
+
+
+class OtelTracer(Tracer):
+    """Over OpenTelemetry's SDK."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("prefixrank")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, trace: Mapping[str, str]) -> Span:
+        from opentelemetry.trace import SpanKind
+
+        context = self._propagator.extract(dict(trace))
+        now = time.time_ns()
+        span = self._tracer.start_span(NAME, context, SpanKind.SERVER, start_time=now)
+        return _OtelSpan(self, span, now)
+
+    def stages(self, parent: OtelSpan, response: pb.ScoreResponse, began: int) -> None:
+        """A span for each stage of an answered call, one after the other."""
+        from opentelemetry.trace import set_span_in_context
+
+        context = set_span_in_context(parent)
+        for stage in STAGES:
+            ended = began + round(getattr(response.timings, f"{stage}_seconds") * 1e9)
+            self._tracer.start_span(stage, context, start_time=began).end(ended)
+            began = ended
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+class _OtelSpan(Span):
+    def __init__(self, tracer: OtelTracer, span: OtelSpan, began: int) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._began = began
+
+    def end(self, response: pb.ScoreResponse, code: grpc.StatusCode) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        usage = response.usage
+        self._span.set_attributes(
+            {
+                "rpc.system": "grpc",
+                "rpc.grpc.status_code": code.value[0],
+                "prefixrank.documents": len(response.results),
+                "prefixrank.prefix_tokens": usage.prefix_tokens,
+                "prefixrank.cached_prefix_tokens": usage.cached_prefix_tokens,
+                "prefixrank.computed_tokens": usage.computed_tokens,
+                "prefixrank.passes": response.passes,
+            }
+        )
+        if code is grpc.StatusCode.OK:
+            self._tracer.stages(self._span, response, self._began)
+        else:
+            self._span.set_status(Status(StatusCode.ERROR, code.name))
+        self._span.end()

@@ -1,0 +1,362 @@
+"""The HTTP port of a listening server over a fake runtime: shapes, refusals, limits, and callers who go away."""
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import ssl
+
+import httpx
+import pytest
+
+from batching.batcher import DeviceFailed, Expired, QueueFull
+from scorer.http.problems import HTTP_CODES
+from scorer.tokenization import Label
+from tests.certificates import Pki
+from tests.scorer.test_server import Life, run
+from tests.scorer.test_service import FakeRuntime, until
+
+TOKEN, SHOP_TOKEN = "a-token-of-sixteen-or-more", "the-shops-token-0123456789"
+PATHS = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")
+DOCUMENTS = ["logits 1 2", "logits 4 2", "logits 3 2"]
+BODIES = {
+    "/v1/rerank": {"query": "q", "documents": DOCUMENTS},
+    "/v2/rerank": {"query": "q", "documents": DOCUMENTS},
+    "/rerank": {"query": "q", "texts": DOCUMENTS},
+    "/v1/score": {"query": "q", "items": DOCUMENTS},
+    "/score": {"text_1": "q", "text_2": DOCUMENTS},
+}
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+EXPECTED = [sigmoid(1 - 2), sigmoid(4 - 2), sigmoid(3 - 2)]
+
+
+class Http(Life):
+    """A server with an HTTP port, and a client of it."""
+
+    def __init__(self, runtime=None, **settings):
+        super().__init__(runtime or FakeRuntime(), http_port=0, **settings)
+
+    async def __aenter__(self):
+        await super().__aenter__()
+        await self.listening()
+        self.client = httpx.AsyncClient(base_url=f"http://{self.addresses.http}", trust_env=False, timeout=10)
+        return self
+
+    async def __aexit__(self, *exception):
+        await self.client.aclose()
+        await super().__aexit__(*exception)
+
+    async def post(self, path, body=None, **kwargs):
+        return await self.client.post(path, json=BODIES[path] if body is None else body, **kwargs)
+
+
+def asked(path, body=None, runtime=None, **settings):
+    """One request to a fresh server."""
+
+    async def scenario():
+        async with Http(runtime, **settings) as http:
+            return await http.post(path, body)
+
+    return asyncio.run(scenario())
+
+
+def message(path, answer):
+    """What an error says, from the place where the API's clients look."""
+    body = answer.json()
+    if path == "/rerank":
+        return body["error"]
+    return body["error"]["message"] if path == "/score" else body["message"]
+
+
+# --- answers
+
+
+def test_cohere_v1_and_jina():
+    answer = asked("/v1/rerank", {**BODIES["/v1/rerank"], "top_n": 2, "return_documents": True, "model": "any"})
+    assert answer.status_code == 200
+    told = answer.json()
+    assert [r["index"] for r in told["results"]] == [1, 2]
+    assert [r["relevance_score"] for r in told["results"]] == pytest.approx([EXPECTED[1], EXPECTED[2]])
+    assert told["results"][0]["document"] == {"text": DOCUMENTS[1]}
+    assert told["model"] == "fake-model"
+    assert told["usage"] == {"total_tokens": 19, "prompt_tokens": 19}
+    assert told["meta"]["api_version"] == {"version": "1"}
+
+
+def test_documents_may_be_objects_with_a_text():
+    documents = [{"text": DOCUMENTS[0]}, DOCUMENTS[1]]
+    answer = asked("/v1/rerank", {"query": "q", "documents": documents, "rank_fields": ["text"]})
+    assert [r["index"] for r in answer.json()["results"]] == [1, 0]
+    assert "document" not in answer.json()["results"][0]
+
+
+def test_cohere_v2_answers_all_best_first():
+    told = asked("/v2/rerank").json()
+    assert [r["index"] for r in told["results"]] == [1, 2, 0]
+    assert told["meta"]["api_version"] == {"version": "2"}
+
+
+@pytest.mark.parametrize("extra", [{"top_k": 2}, {"truncation": True}, {"truncation": False, "top_k": 1}])
+def test_voyage_is_known_by_its_fields(extra):
+    told = asked("/v1/rerank", {**BODIES["/v1/rerank"], **extra}).json()
+    assert told["object"] == "list"
+    assert [r["index"] for r in told["data"]] == [1, 2, 0][: extra.get("top_k", 3)]
+    assert told["usage"] == {"total_tokens": 19}
+
+
+def test_text_embeddings_inference():
+    told = asked("/rerank", {**BODIES["/rerank"], "return_text": True}).json()
+    assert [r["index"] for r in told] == [1, 2, 0]
+    assert told[0] == {"index": 1, "score": pytest.approx(EXPECTED[1]), "text": DOCUMENTS[1]}
+    raw = asked("/rerank", {**BODIES["/rerank"], "raw_scores": True, "truncate": True}).json()
+    assert [r["score"] for r in raw] == pytest.approx([2, 1, -1])
+
+
+def test_vllm_one_against_many_and_pairs():
+    told = asked("/score").json()
+    assert [d["score"] for d in told["data"]] == pytest.approx(EXPECTED)
+    assert [d["index"] for d in told["data"]] == [0, 1, 2]
+    pairs = asked("/score", {"text_1": ["a", "b", "a"], "text_2": DOCUMENTS, "use_activation": False}).json()
+    assert [d["score"] for d in pairs["data"]] == pytest.approx([-1, 2, 1])
+    assert asked("/score", {"text_1": "q", "text_2": DOCUMENTS[0]}).json()["data"][0]["score"] < 0.5
+
+
+def test_a_single_labels_relevance_is_its_probability_in_the_vocabulary():
+    runtime = FakeRuntime(labels=[Label("yes", 1)])
+    runtime.batcher._scored = lambda item, normalize: single_label(normalize)
+    (result, *_) = asked("/v2/rerank", runtime=runtime).json()["results"]
+    assert result["relevance_score"] == pytest.approx(math.exp(4 - 5))
+
+
+def single_label(normalize):
+    import numpy as np
+
+    from attention.plans import Strategy
+    from batching.types import Scored
+
+    assert normalize
+    return Scored(np.array([[4.0]], np.float32), np.array([5.0], np.float32), Strategy.MULTI_ITEM)
+
+
+def test_a_document_without_a_score_comes_last_and_says_why():
+    (first, second) = asked("/v2/rerank", {"query": "q", "documents": ["", "a b"]}).json()["results"]
+    assert (first["index"], second["index"]) == (1, 0)
+    assert (second["relevance_score"], second["status"], second["message"]) == (0.0, "EMPTY", "no text")
+    assert "status" not in first
+
+
+@pytest.mark.parametrize(("path", "name"), [("/rerank", "texts"), ("/score", "text_2"), ("/v1/rerank", "documents")])
+def test_where_nothing_else_can_be_said_a_document_without_a_score_is_an_error(path, name):
+    answer = asked(path, {**BODIES[path], name: ["", " "]})
+    assert answer.status_code == (422 if path == "/rerank" else 400)
+    assert message(path, answer).startswith(f"{name}[0]: ")
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("error", "code"), [(QueueFull("full"), 429), (Expired("late"), 504), (DeviceFailed("boom"), 500)]
+)
+def test_the_services_refusals_in_each_ones_own_shape(path, error, code):
+    answer = asked(path, runtime=FakeRuntime(error=error))
+    assert answer.status_code == (424 if (path, code) == ("/rerank", 500) else code)
+    assert message(path, answer)
+    assert "boom" not in answer.text
+    assert ("retry-after" in answer.headers) == (code == 429)
+    if path == "/rerank":
+        assert answer.json()["error_type"] == {429: "Overloaded", 504: "Unknown", 500: "Backend"}[code]
+    if path == "/v1/rerank":
+        assert answer.json()["detail"] == answer.json()["message"]
+    if path == "/v1/score":
+        assert (answer.json()["object"], answer.json()["code"]) == ("error", code)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v2/rerank", {"documents": ["a"]}, "query: Field required"),
+        ("/v2/rerank", {"query": "q", "documents": []}, "documents: List should have at least 1 item"),
+        ("/v2/rerank", {"query": "q", "documents": ["a", 3]}, "documents[1]: Input should be a valid string"),
+        ("/v2/rerank", {"query": "q", "documents": ["a"], "relevant_spans": {}}, "relevant_spans: Extra inputs"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "top_n: Input should be greater than"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "max_chunks_per_doc": 2}, "max_chunks_per_doc: Extra"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 1, "top_k": 1}, "not both"),
+        ("/v1/score", {"query": "q", "items": ["a"], "item_first": True}, "item_first: only false"),
+        ("/v1/score", {"query": "q", "items": [[1]]}, "items: text where query is text"),
+        ("/v1/score", {"query": "q", "items": ["a"], "label_token_ids": [1, 2, 3]}, "label_token_ids: List should"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2: one text_1"),
+        ("/rerank", {"query": "q", "texts": ["a"], "truncation_direction": "Up"}, "truncation_direction: Input"),
+    ],
+)
+def test_a_bad_field_is_named(path, body, told):
+    answer = asked(path, body)
+    assert answer.status_code == (422 if path == "/rerank" else 400)
+    assert told in message(path, answer)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"query": "\\ud800", "documents": ["a"]}']
+)
+def test_what_is_no_request_is_a_bad_request(body):
+    async def scenario():
+        async with Http() as http:
+            return await http.client.post("/v2/rerank", content=body, headers={"content-type": "application/json"})
+
+    answer = asyncio.run(scenario())
+    assert answer.status_code == 400
+    assert answer.json()["message"]
+
+
+def test_an_unknown_path_and_method_are_told():
+    async def scenario():
+        async with Http() as http:
+            assert (await http.client.get("/v3/rerank")).status_code == 404
+            assert (await http.client.get("/v2/rerank")).status_code == 405
+
+    run(scenario)
+
+
+def test_a_body_over_the_limit_is_refused_with_and_without_a_length():
+    async def chunks():
+        for _ in range(40):
+            yield b" " * 100
+
+    async def scenario():
+        async with Http(max_message_bytes=2000) as http:
+            answer = await http.post("/v2/rerank", {"query": "q", "documents": ["x" * 2000]})
+            assert answer.status_code == 413
+            assert "max_message_bytes = 2000" in answer.json()["message"]
+            assert (await http.client.post("/v2/rerank", content=chunks())).status_code == 413
+            assert (await http.post("/v2/rerank")).status_code == 200
+
+    run(scenario)
+
+
+# --- callers
+
+
+def test_only_health_is_open_without_a_token(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN}\n{SHOP_TOKEN} shop\n")
+
+    async def scenario():
+        async with Http(auth_tokens_file=str(tokens)) as http:
+            assert (await http.client.get("/health")).status_code == 200
+            for path in ("/openapi.json", "/docs", "/nothing"):
+                assert (await http.client.get(path)).status_code == 401
+            for path in PATHS:
+                answer = await http.post(path)
+                assert answer.status_code == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert "Authorization: Bearer TOKEN" in message(path, answer)
+            assert http.runtime.batcher.submitted == 0
+            good = {"authorization": f"Bearer {TOKEN}"}
+            assert (await http.post("/v2/rerank", headers=good)).status_code == 200
+            assert (await http.client.get("/openapi.json", headers=good)).status_code == 200
+            shop = {"authorization": f"Bearer {SHOP_TOKEN}", "x-prefixrank-tenant": "bank"}
+            assert (await http.post("/v2/rerank", headers=shop)).status_code == 403
+
+    run(scenario)
+
+
+def test_tenant_and_request_id_come_from_headers(caplog):
+    caplog.set_level("INFO", "scorer.access")
+
+    async def scenario():
+        async with Http() as http:
+            headers = {"x-request-id": "r-1", "x-prefixrank-tenant": "shop"}
+            assert (await http.post("/v2/rerank", headers=headers)).json()["id"] == "r-1"
+
+    run(scenario)
+    (record,) = [r for r in caplog.records if r.name == "scorer.access"]
+    assert (record.request_id, record.tenant, record.code) == ("r-1", "shop", "OK")
+
+
+def test_with_mutual_tls_only_a_known_client_gets_in(tmp_path):
+    pki = Pki.made(tmp_path)
+
+    async def scenario():
+        async with Http(**pki.settings()) as http:
+            url = f"https://{http.addresses.http}/v2/rerank"
+            certificate = (str(pki.path("client.crt")), str(pki.path("client.key")))
+            context = ssl.create_default_context(cafile=pki.path("ca.crt"))
+            async with httpx.AsyncClient(verify=context, trust_env=False) as stranger:
+                with pytest.raises(httpx.TransportError):
+                    await stranger.post(url, json=BODIES["/v2/rerank"])
+            context.load_cert_chain(*certificate)
+            async with httpx.AsyncClient(verify=context, trust_env=False) as known:
+                assert (await known.post(url, json=BODIES["/v2/rerank"])).status_code == 200
+            assert http.runtime.batcher.submitted == 1
+
+    run(scenario)
+
+
+def test_a_caller_who_goes_away_cancels_the_work():
+    async def scenario():
+        async with Http() as http:
+            http.runtime.batcher.gate.clear()
+            call = asyncio.create_task(http.post("/v2/rerank"))
+            await until(lambda: http.runtime.batcher.submitted == 1)
+            call.cancel()
+            await until(lambda: http.runtime.batcher.cancelled == 1)
+
+    run(scenario)
+
+
+def test_the_deadline_is_the_settings():
+    async def scenario():
+        async with Http(http_timeout_seconds=0.1) as http:
+            http.runtime.batcher.gate.clear()
+            answer = await http.post("/v2/rerank")
+            assert answer.status_code == 504
+            assert http.runtime.batcher.deadlines[0] is not None
+
+    run(scenario)
+
+
+# --- life
+
+
+def test_health_follows_the_services_life_and_a_drain_answers_what_was_accepted():
+    async def scenario():
+        async with Http() as http:
+            http.runtime.batcher.gate.clear()
+            accepted = asyncio.create_task(http.post("/v2/rerank"))
+            await until(lambda: http.runtime.batcher.submitted == 1)
+            assert (await http.client.get("/health")).json() == {"model": "fake-model"}
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            assert (await http.client.get("/health")).status_code == 503
+            refused = await http.post("/rerank")
+            assert (refused.status_code, refused.json()["error_type"]) == (503, "Unhealthy")
+            http.runtime.batcher.gate.set()
+            assert (await accepted).status_code == 200
+            assert await http.exit_code() == 0
+
+    run(scenario)
+
+
+def test_a_taken_port_is_a_clear_error(caplog):
+    async def scenario():
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            async with Life(http_port=taken.getsockname()[1]) as life:
+                assert await life.exit_code() == 1
+
+    run(scenario)
+    assert "for HTTP" in caplog.text
+
+
+def test_every_code_of_a_refusal_has_its_number():
+    from scorer.refusal import STATUS_CODES
+
+    assert set(STATUS_CODES.values()) <= HTTP_CODES.keys()
