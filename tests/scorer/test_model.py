@@ -14,7 +14,7 @@ from attention.plans import Strategy
 from batching.types import Item, TokenizedRequest
 from scorer.config import Config
 from scorer.errors import ModelError, StartError
-from scorer.model import load_model
+from scorer.loading import load_model
 from scorer.profile import load_profile, record_golden
 from scorer.runtime import Runtime
 from scorer.selfcheck import alone_all, deviation
