@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from scorer.adapters import Adapter, adapter_at, merged
@@ -72,6 +73,7 @@ def _load(
     config: Any = None
     try:
         config = AutoConfig.from_pretrained(**place, **common)
+        _refuse_quantisation(config)
         if adapter is not None and adapter.classes is not None:
             config.num_labels = adapter.classes
         classifies = adapter.classifies if adapter is not None else _classifies(config)
@@ -87,8 +89,29 @@ def _load(
     except Exception as error:  # what a damaged checkpoint raises is not ours to list
         raise ModelError(f"model {source!r} does not load: {_reason(error, config)}") from error
     model, told = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    _refuse_leftovers(source, model, told["unexpected_keys"])
     _tell_unused(source, told["unexpected_keys"])
     return model, set(told["missing_keys"])
+
+
+def _refuse_quantisation(config: Any) -> None:
+    """transformers skips a kind of quantisation that it does not know, and would read its numbers as weights."""
+    given = getattr(config, "quantization_config", None)
+    kind = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    if given is not None and str(getattr(kind, "value", kind)) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ModelError(f"its weights are quantised by {kind!r}, which transformers does not know")
+
+
+def _refuse_leftovers(source: str, model: PreTrainedModel, names: Iterable[str]) -> None:
+    """A bias or a scale that a module of the model has no place for would be missing from every score."""
+    modules = dict(model.named_modules())
+    for name in sorted(names):
+        owner, _, own = name.rpartition(".")
+        if owner in modules and getattr(modules[owner], own, None) is None:
+            raise ModelError(
+                f"model {source!r} has a tensor {name}, and {type(modules[owner]).__name__} no place for it: the "
+                "configuration is not that of this checkpoint"
+            )
 
 
 def _tell_unused(source: str, names: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from attention.plans import Strategy
 from scorer.errors import ModelError
 from scorer.loading import load_model
 from scorer.runtime import Runtime
-from tests.cases.test_first import PROFILE, TOLERANCE, live, plain_tokenizer
+from tests.cases.live import PROFILE, TOLERANCE, live, plain_tokenizer
 from tests.scorer.test_classification import DOCUMENTS, ONE, QUERY
 from tests.tiny import tiny_model_dir
 

@@ -13,7 +13,7 @@ from scorer.errors import ModelError, ProfileError
 from scorer.loading import load_model
 from scorer.profile import Profile, load_profile
 from scorer.runtime import Runtime
-from tests.cases.test_first import TOLERANCE, UNCUT, live, plain_tokenizer, wire
+from tests.cases.live import TOLERANCE, UNCUT, live, plain_tokenizer, wire
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 QUERY = "what is the capital of France"

@@ -14,7 +14,7 @@ from scorer.errors import StartError
 from scorer.runtime import Runtime
 from scorer.selfcheck import TOLERANCE
 from scorer.verify import deviations
-from tests.cases.test_first import live
+from tests.cases.live import live
 from tests.tiny import tiny_model_dir
 
 WINDOW = {"sliding_window": 24}
