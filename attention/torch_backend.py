@@ -269,7 +269,8 @@ def _cross(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, c
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """[b, h, n, d] attention and its log-sum-exp [b, h, n]: torch's fused kernel where it tells the log-sum-exp."""
-    if q.device.type == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+    fused = q.device.type == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    if fused and q.shape[-1] == v.shape[-1]:  # latent attention has shorter values than keys
         # Private, but the only fused CPU kernel that returns the log-sum-exp; `_plain` below is its equal.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse

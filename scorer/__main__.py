@@ -1,4 +1,4 @@
-"""The command line, `prefixrank serve | score | health | ...`: settings are flags.
+"""The command line, `prefixrank serve | score | health | eval | ...`: settings are flags.
 
 Exit codes: 0 all is well; 1 something asked for failed, and standard error says what; 2 wrong usage, a wrong setting or
 a model that cannot be served; 130 interrupted.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scorer import measure_commands, remote, score_command
+from scorer import eval_command, measure_commands, remote, score_command
 from scorer.errors import StartError
 from scorer.flags import MODEL_SETTINGS, SETTINGS, add_settings, as_arguments, config_of, given_flags
 
@@ -95,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", _verify, "prove that packed scores equal those of one document alone", VERIFY_EXAMPLE)
     verify.add_argument("--record", type=Path, metavar="FILE", help="write the profile with golden scores to this file")
     add_settings(verify, MODEL_SETTINGS)
+
+    told = "rerank a test collection's candidates and measure the ranking"
+    eval_command.add_arguments(command("eval", eval_command.run, told, eval_command.EXAMPLE))
 
     told = "what each strategy costs for given lengths, which is chosen, and why"
     measure_commands.add_explain(command("explain", measure_commands.explain, told, measure_commands.EXPLAIN_EXAMPLE))

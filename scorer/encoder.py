@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from batching.types import Ints
 from scorer.errors import ProfileError
 from scorer.prepending import Prepending, prepending, without_prepending
+from scorer.profile import SEAM
 from scorer.stretches import STRETCH, LeastTokens, separable, stretches
 from scorer.template import Piece, Slot, filled
 
@@ -222,15 +223,16 @@ class Encoder:
         left = after
         run: list[Piece] = []
         for part in (*self._parts(pieces), None):  # None: the end closes the last run
-            if isinstance(part, str | Slot):
+            if isinstance(part, str) or (isinstance(part, Slot) and part.name != SEAM):
                 run.append(part)
                 continue
+            control = part if isinstance(part, Control) else None
             if run:
                 strip_start = isinstance(left, Control) and left.strips_right
-                made.append(Run(tuple(run), strip_start, bool(part and part.strips_left), self._starts(left)))
-            if part:
-                made.append(part)
-            left, run = part, []
+                made.append(Run(tuple(run), strip_start, bool(control and control.strips_left), self._starts(left)))
+            if control:
+                made.append(control)
+            left, run = control, []
         return made
 
     def _parts(self, pieces: Sequence[Piece]) -> Iterator[Control | Piece]:

@@ -92,3 +92,9 @@ class ProfileError(StartError):
 
 class ModelError(StartError):
     """The checkpoint is not one that this service can score exactly."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what a library says, with the kind of error where that alone says nothing."""
+    line = (str(error).strip().splitlines() or [""])[0][:300]
+    return line if len(line.split()) > 2 else f"{type(error).__name__} {line}".strip()

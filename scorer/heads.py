@@ -8,7 +8,7 @@ from typing import Literal
 
 from batching.types import Scored
 
-Kind = Literal["label_logits", "query_likelihood"]
+Kind = Literal["label_logits", "query_likelihood", "classification"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ NOT_FINITE = Verdict(finite=False)
 
 
 def verdict(scored: Scored, kind: Kind) -> Verdict:
-    """The score of one item: one read of the labels, or one target token at each of several reads."""
+    """The score of one item: one read of the labels or classes, or one target token at each of several reads."""
     logits: list[list[float]] = scored.logits.tolist()
     lse: list[float] = [] if scored.lse is None else scored.lse.tolist()
     if not all(math.isfinite(x) for row in (*logits, lse) for x in row):

@@ -1,4 +1,4 @@
-"""Labels: texts that are one token each."""
+"""Labels: texts that are one token each, or classes of a checkpoint's own head."""
 
 from __future__ import annotations
 
@@ -21,15 +21,24 @@ class Labels:
     """
 
     def __init__(
-        self, encoder: Encoder, profile: Profile, item_end: Part, vocabulary_size: int, unknown: int | None
+        self,
+        encoder: Encoder,
+        profile: Profile,
+        item_end: Part,
+        vocabulary_size: int,
+        unknown: int | None,
+        classes: Sequence[str],
     ) -> None:
-        """Raises ProfileError where a label of the profile is not one token."""
+        """classes: of the checkpoint's own head, by index; none where it has a language-model head.
+
+        Raises ProfileError where a label of the profile is not one token, or none of the classes.
+        """
         self._encoder = encoder
         self._profile = profile
         self._item_end = item_end
         self._vocabulary_size = vocabulary_size
         self._unknown = unknown
-        self.of_profile = self._profile_labels()
+        self.of_profile = self._classes(classes) if profile.kind == "classification" else self._profile_labels()
 
     def of_request(self, options: pb.ScoreOptions, bad: Violations) -> tuple[Label, ...]:
         """The labels that a request is scored with."""
@@ -39,6 +48,9 @@ class Labels:
         field = "options.label_texts" if texts else "options.label_token_ids"
         if self._profile.kind == "query_likelihood":
             bad.add(field, "absent: query likelihood reads the query, not labels")
+            return ()
+        if self._profile.kind == "classification":
+            bad.add(field, "absent: the checkpoint's head has classes of its own")
             return ()
         if texts and ids:
             bad.add(field, "absent where options.label_token_ids are given", len(texts))
@@ -50,6 +62,13 @@ class Labels:
         if len(labels) == 2 and labels[0].token_id == labels[1].token_id:
             bad.add(f"{field}[1]", "a token other than the first label's", labels[1].token_id)
         return labels
+
+    def _classes(self, names: Sequence[str]) -> tuple[Label, ...]:
+        for text in self._profile.ordered_labels:
+            if names.count(text) != 1:
+                told = ", ".join(map(repr, names[:20]))
+                raise ProfileError(f"profile {self._profile.name}: the checkpoint has no class {text!r}, but {told}")
+        return tuple(Label(text, names.index(text)) for text in self._profile.ordered_labels)
 
     def _profile_labels(self) -> tuple[Label, ...]:
         made = []

@@ -21,6 +21,7 @@ from scorer.errors import ProfileError
 QUERY = "{query}"
 DOCUMENT = "{document}"
 INSTRUCTION = "{instruction}"
+SEAM = "{seam}"
 
 _PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")
 _NOT_IN_REVISION = {"name", "description", "labels", "positive", "golden", "golden_tolerance"}
@@ -56,15 +57,17 @@ class Profile(BaseModel):
     """Everything beside the weights that decides a score.
 
     kind            label_logits reads the labels' logits at the item's last token; query_likelihood reads the query's
-                    tokens at the end of the item
+                    tokens at the end of the item; classification reads classes of the checkpoint's own head
     format          text: `prefix` and `item` are the exact text, control tokens written out; chat: they are the content
                     of the user's message, `system` that of the system's, inside the tokenizer's own chat template
-    prefix          label_logits: has {query}; may have {instruction}. query_likelihood: has no {query}
+    prefix          has {query}; may have {instruction}. query_likelihood: has no {query}
     item            has {document} once; query_likelihood: and ends with {query}
     instruction     the default for {instruction}
-    labels          one or two texts, each one token; `positive` is one of them
+    labels          one or two texts, each one token; `positive` is one of them. classification: names of classes as the
+                    checkpoint's id2label has them
     golden          scores that the checkpoint must reproduce within golden_tolerance at every start
 
+    {seam} writes nothing: the text on its two sides is encoded apart, as a checkpoint's published code may do.
     Placeholders are found by plain search. Other braces are text, and placeholders in a user's text are text.
     """
 
@@ -72,7 +75,7 @@ class Profile(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     description: str = ""
-    kind: Literal["label_logits", "query_likelihood"]
+    kind: Literal["label_logits", "query_likelihood", "classification"]
     format: Literal["text", "chat"] = "text"
     system: str | None = None
     prefix: str = Field(min_length=1)
@@ -94,13 +97,16 @@ class Profile(BaseModel):
     def _template_complaints(self) -> Iterator[str]:
         reads_query = self.kind == "query_likelihood"
         known = {
-            "prefix": {INSTRUCTION} if reads_query else {INSTRUCTION, QUERY},
-            "item": {DOCUMENT, QUERY} if reads_query else {DOCUMENT},
+            "prefix": {INSTRUCTION, SEAM} if reads_query else {INSTRUCTION, QUERY, SEAM},
+            "item": {DOCUMENT, QUERY, SEAM} if reads_query else {DOCUMENT, SEAM},
             "system": set(),
         }
         for field, allowed in known.items():
             for placeholder in sorted(set(_PLACEHOLDER.findall(getattr(self, field) or "")) - allowed):
                 yield f"{field}: {placeholder} has no place there; known are {', '.join(sorted(allowed)) or 'none'}"
+        for field in ("prefix", "item"):
+            if getattr(self, field).endswith(SEAM):
+                yield f"{field}: {SEAM} stands before the text that is encoded apart, not at the end"
         if self.item.count(DOCUMENT) != 1:
             yield f"item: {DOCUMENT} must occur exactly once"
         if reads_query and not (self.item.endswith(QUERY) and self.item.count(QUERY) == 1):
@@ -120,7 +126,8 @@ class Profile(BaseModel):
                 yield "labels: query_likelihood reads the query, it has no labels"
             return
         if not 1 <= len(self.labels) <= 2:
-            yield "labels: one or two texts, each one token of the tokenizer"
+            what = "names of classes" if self.kind == "classification" else "texts, each one token of the tokenizer"
+            yield f"labels: one or two {what}"
         if len(set(self.labels)) != len(self.labels):
             yield "labels: the two are equal"
         if "" in self.labels:

@@ -22,7 +22,8 @@ from scorer.embedded import embedded_model
 from scorer.engine import Engine
 from scorer.errors import ConfigError, ModelError, ProfileError
 from scorer.fused_model import refusal
-from scorer.model import ScoringModel, find, load_model
+from scorer.loading import find, load_model, tokenizer_place
+from scorer.model import ScoringModel
 from scorer.profile import Profile, builtin_names, load_profile
 from scorer.selfcheck import TOLERANCE, check_golden, check_packing
 from scorer.tokenization import Tokenization, load_tokenizer
@@ -75,7 +76,11 @@ class Runtime:
         model = load_model(source, config.dtype, config.device, config.allow_download)
         if model.context_note:
             log.warning("%s", model.context_note)
+        _check_head(profile, model)
         limits = _limits(config, profile, model)
+        tokenizer = load_tokenizer(tokenizer_place(source), config.allow_download)
+        tokenization = Tokenization(tokenizer, profile, limits, model.classes)
+        _check_item_end(profile, model, tokenization)
         kept_pages = config.cache_tokens // config.page_size
         time_model = _time_model(config)
         kv_pages = _kv_pages(config, model, limits, kept_pages)
@@ -85,7 +90,7 @@ class Runtime:
         return cls(
             config=config,
             profile=profile,
-            tokenization=Tokenization(load_tokenizer(source, config.allow_download), profile, limits),
+            tokenization=tokenization,
             engine=engine,
             batcher=Batcher(
                 engine.execute,
@@ -136,6 +141,25 @@ def _profile(config: Config) -> Profile:
         f"model {config.model!r} needs a profile that names its template and labels: add --profile NAME or FILE.toml "
         f"(built in: {', '.join(builtin_names())})"
     )
+
+
+def _check_head(profile: Profile, model: ScoringModel) -> None:
+    """That the profile reads what the checkpoint has: classes, or a vocabulary."""
+    if (profile.kind == "classification") != bool(model.classes):
+        has = f"classes {', '.join(model.classes[:8])}" if model.classes else "a language-model head"
+        raise ProfileError(
+            f"profile {profile.name} is of kind {profile.kind}, and {model.architecture} has {has}: "
+            f"it needs {'kind classification' if model.classes else 'kind label_logits or query_likelihood'}"
+        )
+
+
+def _check_item_end(profile: Profile, model: ScoringModel, tokenization: Tokenization) -> None:
+    """transformers reads classes at the last token that is not the pad token: it must be the item's last."""
+    if model.classes and tokenization.item_end == model.pad_token_id:
+        raise ProfileError(
+            f"profile {profile.name}: items end with the pad token {model.pad_token_id}, and {model.architecture} "
+            "reads its classes before padding: let the item end with another token"
+        )
 
 
 def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from scorer.config import Config
 from scorer.errors import ConfigError
 from scorer.flags import MODEL_SETTINGS, add_settings, config_of, given_flags
-from scorer.remote import add_remote, connect
+from scorer.remote import add_remote
+from scorer.scoring import at, here
 
 if TYPE_CHECKING:
     from prefixrank.v1 import scorer_pb2 as pb
+    from scorer.scoring import Score
 
-    Score = Callable[[pb.ScoreRequest], pb.ScoreResponse]
     Show = Callable[[pb.ScoreRequest, pb.ScoreResponse], None]
 
 EXAMPLE = """example:
@@ -73,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     config = None if args.target else config_of(args)
     with ExitStack() as stack:
         jobs = _jobs(args, stack)
-        score = stack.enter_context(_remote(args) if config is None else _local(config, args.timeout))
+        score = stack.enter_context(at(args) if config is None else here(config, args.timeout))
         return _score_all(jobs, score, _show_json if args.json else _show_table())
 
 
@@ -171,43 +169,6 @@ def _document(index: int, given: object) -> tuple[str, str]:
         if isinstance(id, str) and isinstance(text, str):
             return id, text
     raise ValueError(f'documents[{index}] is neither a string nor {{"id": "...", "text": "..."}}')
-
-
-@contextmanager
-def _remote(args: argparse.Namespace) -> Iterator[Score]:
-    with connect(args) as client:
-        yield lambda request: client.score_request(request, args.timeout)
-
-
-@contextmanager
-def _local(config: Config, timeout: float) -> Iterator[Score]:
-    """The service itself, without the wire."""
-    from rich.console import Console
-
-    from scorer.client import ScorerError
-    from scorer.metrics import Metrics
-    from scorer.refusal import STATUS_CODES
-    from scorer.server import load_runtime
-    from scorer.service import ScorerService
-
-    with Console(stderr=True).status("loading and checking the model"):
-        runtime = load_runtime(config)
-    service = ScorerService(Metrics("local"), "local")
-    service.serve(runtime)
-
-    def score(request: pb.ScoreRequest) -> pb.ScoreResponse:
-        try:
-            return runner.run(service.score(request, time.monotonic() + timeout))
-        except tuple(STATUS_CODES) as error:
-            raise ScorerError(STATUS_CODES[type(error)], str(error)) from None
-
-    with asyncio.Runner() as runner:
-        try:
-            yield score
-        finally:
-            runner.run(runtime.batcher.drain())
-            service.close()
-            runtime.close()
 
 
 def _score_all(jobs: Iterable[Job], score: Score, show: Show) -> int:

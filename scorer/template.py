@@ -10,14 +10,15 @@ import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from scorer.errors import ProfileError
-from scorer.profile import DOCUMENT, INSTRUCTION, QUERY, Profile
+from scorer.profile import DOCUMENT, INSTRUCTION, QUERY, SEAM, Profile
 
 _SENTINEL = "PREFIXRANKCONTENT"
+_SLOTS = (QUERY, DOCUMENT, INSTRUCTION, SEAM)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a template takes a text; the name is the placeholder."""
+    """Where a template takes a text; the name is the placeholder. A seam takes none: there the encoding starts anew."""
 
     name: str
 
@@ -38,8 +39,8 @@ def template_pieces(tokenizer: PreTrainedTokenizerFast, profile: Profile) -> tup
 
 def pieces(template: str) -> list[Piece]:
     """A template cut at its placeholders."""
-    parts = re.split(f"({'|'.join(map(re.escape, (QUERY, DOCUMENT, INSTRUCTION)))})", template)
-    return [Slot(part) if part in (QUERY, DOCUMENT, INSTRUCTION) else part for part in parts if part]
+    parts = re.split(f"({'|'.join(map(re.escape, _SLOTS))})", template)
+    return [Slot(part) if part in _SLOTS else part for part in parts if part]
 
 
 def filled(pieces: Sequence[Piece], values: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ from scorer.documents import Documents, Read, Tail
 from scorer.encoder import Encoder, Run, ints
 from scorer.errors import ModelError, ProfileError
 from scorer.labels import Labels
-from scorer.profile import DOCUMENT, INSTRUCTION, QUERY, Profile
+from scorer.profile import DOCUMENT, INSTRUCTION, QUERY, SEAM, Profile
 from scorer.seams import AWKWARD_DOCUMENTS, AWKWARD_QUERIES, Apart, check_seams
 from scorer.template import Slot, chat, filled, pieces, template_pieces
 from scorer.tokenized import DocumentTokens, Label, Status, Tokenized
@@ -32,6 +32,7 @@ from scorer.validation import Violations, check_documents, check_options, check_
 __all__ = ["DocumentTokens", "Label", "Status", "Tokenization", "Tokenized", "load_tokenizer"]
 
 _UNLIMITED = 1 << 30
+_SEAM_MARK = "\ue000"  # stands for a seam in the texts of the proof, whose documents do not have it
 
 _STRATEGIES = {
     number: Strategy(name.removeprefix("STRATEGY_").lower()) if number else None for name, number in pb.Strategy.items()
@@ -66,8 +67,13 @@ class Tokenization:
 
     labels: tuple[Label, ...]
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, profile: Profile, limits: Limits) -> None:
-        """Raises ProfileError where the profile's templates or labels do not fit the tokenizer."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, profile: Profile, limits: Limits, classes: Sequence[str] = ()
+    ) -> None:
+        """classes: of the checkpoint's own head, where it has one.
+
+        Raises ProfileError where the profile's templates or labels do not fit the tokenizer or the head.
+        """
         self._tokenizer = tokenizer
         self._profile = profile
         self._limits = limits
@@ -81,7 +87,8 @@ class Tokenization:
         self._documents = Documents(self._encoder, self._prefix[-1], self._body, limits.vocabulary_size)
         self._fixed_tail = None if profile.kind == "query_likelihood" else Tail(self._encoder.fixed(self._body.after))
         # SmolLM2's unknown token is <|endoftext|>, which its vocabulary never falls back to.
-        self._labels = Labels(self._encoder, profile, item[-1], limits.vocabulary_size, tokenizer.unk_token_id)
+        unknown, size = tokenizer.unk_token_id, limits.vocabulary_size
+        self._labels = Labels(self._encoder, profile, item[-1], size, unknown, classes)
         self.labels = self._labels.of_profile
 
     def tokenize(self, request: pb.ScoreRequest) -> Tokenized:
@@ -90,7 +97,7 @@ class Tokenization:
         ids = check_documents(request, self._profile, self._limits, bad)
         check_prefix(request, self._profile, self._limits, bad)
         labels = self._labels.of_request(request.options, bad)
-        check_options(request, self._limits, bad)
+        check_options(request, self._profile, self._limits, bad)
         self._check_sizes(request, bad)
         bad.check()
         prefix = self._prefix_ids(request, bad)
@@ -104,6 +111,11 @@ class Tokenization:
             bad.add("documents", f"at most {self._limits.max_request_tokens} tokens in all, prefix included", total)
         bad.check()
         return self._assembled(request, ids, labels, prefix, reads)
+
+    @property
+    def item_end(self) -> int | None:
+        """The last token of every item that is written by the template; None where the item ends with the query."""
+        return None if self._fixed_tail is None else int(self._fixed_tail.ids[-1])
 
     def render(self, query: str, document: str, instruction: str | None = None) -> tuple[str, str]:
         """Prefix and item as text, control tokens written out: what a caller without this service would tokenize."""
@@ -217,9 +229,9 @@ class Tokenization:
         )
         return Tokenized(tokenized if items else None, tuple(documents), labels, len(prefix))
 
-    def _texts(self, query: str, document: str, instruction: str | None = None) -> tuple[str, str, str]:
-        """The prefix, the item up to the end of the document, and what follows."""
-        values = self._values(query, instruction) | {DOCUMENT: document}
+    def _texts(self, query: str, document: str, instruction: str | None = None, seam: str = "") -> tuple[str, str, str]:
+        """The prefix, the item up to the end of the document, and what follows; `seam` where the template has one."""
+        values = self._values(query, instruction) | {DOCUMENT: document, SEAM: seam}
         end = self._item_pieces.index(Slot(DOCUMENT)) + 1
         parts = (self._prefix_pieces, self._item_pieces[:end], self._item_pieces[end:])
         prefix, body, tail = (filled(part, values) for part in parts)
@@ -233,18 +245,20 @@ class Tokenization:
         reads = self._documents.read_texts(documents, Cutting(_UNLIMITED, pb.TRUNCATION_NONE), _UNLIMITED, tail)
         for document, read in zip(documents, reads, strict=True):
             if read.ids is not None:
-                yield Apart(query, document, self._texts(query, document), (prefix, read.ids), len(tail.ids))
+                texts = self._texts(query, document, seam=_SEAM_MARK)
+                yield Apart(query, document, texts, (prefix, read.ids), len(tail.ids))
 
     def _plain_ids(self, text: str) -> Ints:
         """By the tokenizer itself, not by our copies of it."""
-        return self._encoder.with_lead(ints(self._tokenizer(text, add_special_tokens=False).input_ids))
+        parts = [self._tokenizer(part, add_special_tokens=False).input_ids for part in text.split(_SEAM_MARK) if part]
+        return self._encoder.with_lead(ints([id_ for ids in parts for id_ in ids]))
 
     def _prove_chat(self, query: str) -> None:
         """A chat template may trim or rewrite what is put into it."""
         if self._profile.format != "chat":
             return
         document = "a document"
-        values = self._values(query, None) | {DOCUMENT: document}
+        values = self._values(query, None) | {DOCUMENT: document, SEAM: ""}
         content = filled((*pieces(self._profile.prefix), *pieces(self._profile.item)), values)
         if chat(self._tokenizer, self._profile, content) != "".join(self.render(query, document)):
             raise ProfileError(

@@ -68,8 +68,8 @@ def check_prefix(request: pb.ScoreRequest, profile: Profile, limits: Limits, bad
                 bad.add("token_ids.ids", f"below the vocabulary size {size}", highest)
 
 
-def check_options(request: pb.ScoreRequest, limits: Limits, bad: Violations) -> None:
-    """That the enums are known and no document may be longer than the profile allows."""
+def check_options(request: pb.ScoreRequest, profile: Profile, limits: Limits, bad: Violations) -> None:
+    """That the enums are known, no document may be longer than the profile allows, and the outputs exist."""
     options = request.options
     for field, value, known in (
         ("options.strategy", options.strategy, pb.Strategy.values()),
@@ -78,6 +78,8 @@ def check_options(request: pb.ScoreRequest, limits: Limits, bad: Violations) -> 
     ):
         if value not in known:
             bad.add(field, f"between {min(known)} and {max(known)}", value)
+    if options.outputs.vocabulary_probabilities and profile.kind == "classification":
+        bad.add("options.outputs.vocabulary_probabilities", "absent: the checkpoint's head has classes, no vocabulary")
     asked = options.max_tokens_per_document
     if asked > limits.max_tokens_per_document:
         bad.add("options.max_tokens_per_document", f"at most {limits.max_tokens_per_document}", asked)

@@ -14,7 +14,7 @@ from attention.plans import Strategy
 from batching.types import Item, TokenizedRequest
 from scorer.config import Config
 from scorer.errors import ModelError, StartError
-from scorer.model import load_model
+from scorer.loading import load_model
 from scorer.profile import load_profile, record_golden
 from scorer.runtime import Runtime
 from scorer.selfcheck import alone_all, deviation
@@ -308,3 +308,63 @@ def test_a_golden_pair_that_the_limits_refuse_is_named(directory, tmp_path):
     record_golden(profile, load_profile("instruct"), [("word " * 250, "a document", 0.5)])
     with pytest.raises(StartError, match=r"golden pair \('word .*', 'a document'\) through: raise max_context_tokens"):
         start(directory, max_context_tokens=300, profile=str(profile))
+
+
+# --- numbers in other forms than the configuration says
+
+
+def quantised(directory, scale, **method):
+    """Every projection as FP8 with a scale for each 16 x 16 block; returns the tensors that this stands for."""
+    path, stored, plain = directory / "model.safetensors", {}, {}
+    for name, weight in load_file(path).items():
+        stored[name] = plain[name] = weight
+        if name.endswith("proj.weight"):
+            rows, columns = weight.shape
+            blocks = weight.view(rows // 16, 16, columns // 16, 16)
+            scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+            stored[name] = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+            stored[name.replace("weight", scale)] = scales
+            numbers = stored[name].float().view(blocks.shape) * scales[:, None, :, None]
+            plain[name] = numbers.view(rows, columns)
+    save_file(stored, path, {"format": "pt"})
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | ({"quantization_config": method} if method else {})))
+    return plain
+
+
+def test_fp8_weights_are_scored_as_the_numbers_they_stand_for(tmp_path):
+    made = saved(tmp_path, "llama", **LLAMA)
+    expected = load(made)
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    plain = quantised(tmp_path, "weight_scale_inv", **method)
+    before = alone_all(expected, request(20, (1, 7, 30)))
+    expected.hf.load_state_dict(plain, strict=False)
+    after = alone_all(expected, request(20, (1, 7, 30)))
+    model = load(tmp_path)
+    assert model.dtype is torch.float32
+    assert packed_deviation(model, request(20, (1, 7, 30))) <= 1e-4
+    for got, want, unquantised in zip(alone_all(model, request(20, (1, 7, 30))), after, before, strict=True):
+        np.testing.assert_allclose(got.logits, want.logits, rtol=0, atol=1e-5)
+        assert np.abs(want.logits - unquantised.logits).max() > 1e-3, "eight bits are not the same numbers"
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ({"quant_method": "nonesuch"}, "quantised by 'nonesuch', which transformers does not know"),
+        ({"bits": 8}, "quantised by None, which transformers does not know"),
+        ({}, r"has a tensor model\.layers\.0\..*weight_scale, and Linear no place for it"),
+    ],
+    ids=["unknown", "nameless", "untold"],
+)
+def test_numbers_whose_form_is_not_known_are_refused(method, told, tmp_path):
+    quantised(saved(tmp_path, "llama", **LLAMA), "weight_scale", **method)
+    with pytest.raises(ModelError, match=told):
+        load(tmp_path)
+
+
+def test_a_bias_that_the_configuration_does_not_tell_of_is_refused(tmp_path):
+    path = saved(tmp_path, "llama", **LLAMA, attention_bias=True) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_bias": False}))
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.0\.self_attn\.\w_proj\.bias, and Linear no place"):
+        load(tmp_path)

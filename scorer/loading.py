@@ -1,0 +1,145 @@
+"""From a checkpoint on disk, or a LoRA adapter beside one, to a ScoringModel; whatever does not fit is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from scorer.adapters import Adapter, adapter_at, merged
+from scorer.errors import ModelError, first_line
+from scorer.model import ATTENTION_NAME, CLASSIFIER, ScoringModel
+
+log = logging.getLogger(__name__)
+
+
+def find(source: str, allow_download: bool) -> Path:
+    """Where a checkpoint should lie. Raises ModelError where nothing is there and nothing may be fetched."""
+    path = Path(source).expanduser()
+    if not path.exists() and not allow_download:
+        raise ModelError(f"model {source!r}: no such directory or file (--allow-download fetches from the hub)")
+    return path
+
+
+def tokenizer_place(source: str) -> str:
+    """Where the tokenizer lies: with the checkpoint, or where an adapter has none with its base model."""
+    adapter = adapter_at(Path(source).expanduser())
+    return source if adapter is None or (adapter.directory / "tokenizer.json").is_file() else adapter.base
+
+
+def load_model(source: str, dtype: str, device: str, allow_download: bool) -> ScoringModel:
+    """Loads a safetensors directory, a .gguf file, a LoRA adapter with its base model, or, if allowed, a repository of
+    the hub.
+
+    dtype and device may be 'auto'. Raises ModelError.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    where = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
+    path = find(source, allow_download)
+    adapter = adapter_at(path)
+    model, missing = _load(source if adapter is None else adapter.base, dtype, where, allow_download, adapter)
+    if missing := missing - (adapter.brings if adapter else frozenset()):
+        told = f"{len(missing)} tensors, such as {min(missing)}"
+        raise ModelError(f"model {source!r} lacks {told}: scores would be random")
+    if adapter is not None:
+        model = merged(model, adapter)
+    try:
+        model = cast(Any, model).to(where)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"model {source!r} cannot go to {where}: {first_line(error)}") from None
+    return ScoringModel(model, path.name if path.exists() else source)
+
+
+def _load(
+    source: str, dtype: str, where: str, allow_download: bool, adapter: Adapter | None
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model on the CPU, and the names of the tensors that its checkpoint lacks."""
+    path = Path(source).expanduser()
+    if adapter is not None and not path.exists() and not allow_download:
+        raise ModelError(
+            f"the adapter {adapter.directory} is for base model {source!r}, which is not here: set "
+            "base_model_name_or_path in its adapter_config.json to a directory (--allow-download fetches from the hub)"
+        )
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(path) if path.exists() else source}
+    if path.is_file():
+        place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    common: dict[str, Any] = {"local_files_only": not allow_download, "trust_remote_code": False}
+    config: Any = None
+    try:
+        config = AutoConfig.from_pretrained(**place, **common)
+        _refuse_quantisation(config)
+        if adapter is not None and adapter.classes is not None:
+            config.num_labels = adapter.classes
+        classifies = adapter.classifies if adapter is not None else _classifies(config)
+        kind: Any = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(
+            **place,
+            **common,
+            config=config,
+            dtype=_dtype(dtype, where, config),
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+        )
+    except Exception as error:  # what a damaged checkpoint raises is not ours to list
+        raise ModelError(f"model {source!r} does not load: {_reason(error, config)}") from error
+    model, told = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    _refuse_leftovers(source, model, told["unexpected_keys"])
+    _tell_unused(source, told["unexpected_keys"])
+    return model, set(told["missing_keys"])
+
+
+def _refuse_quantisation(config: Any) -> None:
+    """transformers skips a kind of quantisation that it does not know, and would read its numbers as weights."""
+    given = getattr(config, "quantization_config", None)
+    kind = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    if given is not None and str(getattr(kind, "value", kind)) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ModelError(f"its weights are quantised by {kind!r}, which transformers does not know")
+
+
+def _refuse_leftovers(source: str, model: PreTrainedModel, names: Iterable[str]) -> None:
+    """A bias or a scale that a module of the model has no place for would be missing from every score."""
+    modules = dict(model.named_modules())
+    for name in sorted(names):
+        owner, _, own = name.rpartition(".")
+        if owner in modules and getattr(modules[owner], own, None) is None:
+            raise ModelError(
+                f"model {source!r} has a tensor {name}, and {type(modules[owner]).__name__} no place for it: the "
+                "configuration is not that of this checkpoint"
+            )
+
+
+def _tell_unused(source: str, names: Iterable[str]) -> None:
+    """Some checkpoints bring more than their model has a place for, such as heads that draft."""
+    if unused := sorted(names):
+        log.warning(
+            "model %r: %d tensors have no place in it and are not used, such as %s", source, len(unused), unused[0]
+        )
+
+
+def _classifies(config: Any) -> bool:
+    """Whether the checkpoint was saved with a sequence-classification head."""
+    return any(str(name).endswith(CLASSIFIER) for name in getattr(config, "architectures", None) or ())
+
+
+def _reason(error: Exception, config: Any) -> str:
+    """config: of the checkpoint, where it was read"""
+    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+        name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        return f"{name} has an attention of its own, outside transformers' AttentionInterface: no strategy can pack it"
+    return first_line(error)
+
+
+def _dtype(name: str, device: str, config: Any) -> torch.dtype:
+    """'auto' is the checkpoint's own type on a GPU; float32 on a CPU, where bf16 without hardware is 4-5 x slower."""
+    if name != "auto":
+        return cast(torch.dtype, getattr(torch, name))
+    if device == "cpu":
+        return torch.float32
+    stored = config.get_text_config().dtype
+    return stored if isinstance(stored, torch.dtype) and stored.itemsize == 2 else torch.bfloat16
