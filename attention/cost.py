@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from attention.layout import Ints
-from attention.plans import HeadShape, Launch, MaskKind, PagedKv, Plan, Strategy
+from attention.plans import HeadShape, Launch, MaskKind, MultiItem, PagedKv, Plan, Strategy
 
 PACKED_ROWS = 128  # query rows of one request of packed_multi_item: one tile of the widest kernel
 GROUP_ROWS = (16, 64)  # direct_ragged_grouped: requests up to 16 rows, up to 64, and longer ones launch apart
@@ -30,6 +30,7 @@ class LaunchShape:
     q_lens, kv_lens  [B]
     prefix_lens      [B]  under the multi-item mask: keys before the first item
     max_items        [B]  under the multi-item mask: longest item
+    items            lengths of all items, request after request; of the fused strategy alone
     """
 
     mask: MaskKind
@@ -38,6 +39,7 @@ class LaunchShape:
     kv_lens: Ints
     prefix_lens: Ints = field(default_factory=_none)
     max_items: Ints = field(default_factory=_none)
+    items: Ints = field(default_factory=_none)
 
     @property
     def rows(self) -> int:
@@ -54,7 +56,16 @@ def shape_of(launch: Launch, page_size: int) -> LaunchShape:
         launch.kv.lengths(page_size),
         _none() if multi is None else multi.prefix_len_ptr.astype(np.int32),
         _none() if multi is None else multi.max_item_len_ptr.astype(np.int32),
+        _none() if multi is None or isinstance(launch.kv, PagedKv) else _item_lengths(multi),
     )
+
+
+def _item_lengths(multi: MultiItem) -> Ints:
+    """Lengths of all items, from the places of their tokens."""
+    places = multi.token_pos_in_items_ptr
+    begins = np.flatnonzero(places == 1)
+    padding = np.append(places[1:] <= 1, True)  # an item ends before the next one, or before padding
+    return (np.flatnonzero(padding & (places > 0)) - begins + 1).astype(np.int32)
 
 
 def scans(shape: LaunchShape, tile: int) -> tuple[int, int, int]:
@@ -151,7 +162,7 @@ def shapes(
             q, kv, longest = [int(lengths.sum())], [prefix + int(lengths.sum())], [int(lengths.max())]
             if fresh:
                 q, kv, longest = [fresh, *q], [prefix, *kv], [1, *longest]
-            return [_items(q, kv, prefix, longest, paged=False)]
+            return [_items(q, kv, prefix, longest, paged=False, items=lengths)]
         case _:
             total = int(lengths.sum())
             return [_shape(MaskKind.CUSTOM, [fresh + total], [prefix + total])]
@@ -161,7 +172,9 @@ def _shape(mask: MaskKind, q_lens: Any, kv_lens: Any, paged: bool = True) -> Lau
     return LaunchShape(mask, paged, np.asarray(q_lens, np.int32), np.asarray(kv_lens, np.int32))
 
 
-def _items(q_lens: Any, kv_lens: Any, prefix: int, longest: Any, paged: bool = True) -> LaunchShape:
+def _items(
+    q_lens: Any, kv_lens: Any, prefix: int, longest: Any, paged: bool = True, items: Ints | None = None
+) -> LaunchShape:
     q = np.asarray(q_lens, np.int32)
     return LaunchShape(
         MaskKind.MULTI_ITEM,
@@ -170,6 +183,7 @@ def _items(q_lens: Any, kv_lens: Any, prefix: int, longest: Any, paged: bool = T
         np.asarray(kv_lens, np.int32),
         np.full_like(q, prefix),
         np.asarray(longest, np.int32),
+        _none() if items is None else items,
     )
 
 

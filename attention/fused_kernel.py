@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.tiles import COLUMNS
+from attention.tiles import COLUMNS, Cut
 
 GATHER_ROWS = 8  # rows of a CTA of `gather_rows`
 LOG2_E = 1.4426950408889634
@@ -37,6 +37,10 @@ class Blocks:
     def of(cls, head_dim: int) -> Blocks:
         """What was measured to be fastest on an H200; wide heads take blocks that fit its shared memory."""
         return cls() if head_dim <= 128 else cls(64, 64, 4, 2)
+
+    def cut(self, heads: int, kv_heads: int) -> Cut:
+        """How passes are cut for this kernel."""
+        return Cut(max(1, self.rows * kv_heads // heads), kv_heads, self.keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,19 +93,21 @@ def fused(
     kv_heads = k.shape[1]
     assert (tiles.merges is None) == (parts is None), "what was split is merged"
     old = (k, v) if cached is None else cached
-    k_source, v_source, old_k, old_v = (_descriptor(x, blocks.keys) if blocks.tma else x for x in (k, v, *old))
-    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "M": blocks.rows}
-    split = parts is not None
-    _fused[(len(tiles.tiles) * kv_heads,)](
-        q, k_source, v_source, old_k, old_v, out,
-        parts.out if parts else out, parts.lse if parts else out,
-        tiles.tiles, tiles.runs, tiles.item_start,
-        q.stride(0), k.stride(0), scale * LOG2_E,
-        **shape, N=blocks.keys, TMA=blocks.tma, CACHED=cached is not None, SPLIT=split, COLUMNS=COLUMNS,
+    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim}
+    state = (parts.out, parts.lse) if parts else (out, out)
+    arrays = (tiles.tiles, tiles.runs, tiles.item_start)
+    kinds = {"CACHED": cached is not None, "SPLIT": parts is not None, "COLUMNS": COLUMNS}
+    grid = (len(tiles.tiles) * kv_heads,)
+    sources = [_descriptor(x, blocks.keys) if blocks.tma else x for x in (k, v, *old)]
+    _fused[grid](
+        q, *sources, out, *state, *arrays, q.stride(0), k.stride(0), scale * LOG2_E,
+        **shape, **kinds, M=blocks.rows, N=blocks.keys, TMA=blocks.tma,
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     if parts is not None and tiles.merges is not None:
-        _merge[(len(tiles.merges) * kv_heads,)](parts.out, parts.lse, out, tiles.merges, **shape, num_warps=4)
+        _merge[(len(tiles.merges) * kv_heads,)](
+            parts.out, parts.lse, out, tiles.merges, **shape, M=blocks.rows, num_warps=4
+        )
 
 
 def keep_rows(k: Tensor, v: Tensor, held_k: Tensor, held_v: Tensor, rows: Tensor, slots: Tensor) -> None:

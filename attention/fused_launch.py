@@ -40,8 +40,7 @@ class FusedLaunch:
     ) -> FusedLaunch:
         """rows, place, cached_slots: as for `attention.tiles.tile`. upload: flat."""
         blocks = Blocks.of(shape.head_dim)
-        tokens = blocks.rows * shape.kv_heads // shape.heads
-        made = tile(launch, rows, place, cached_slots, tokens, shape.kv_heads)
+        made = tile(launch, rows, place, cached_slots, blocks.cut(shape.heads, shape.kv_heads))
         runs = made.runs if len(made.runs) else np.zeros((1, 2), np.int32)
         tiles, stretches, start = (upload(x).view(x.shape) for x in (made.tiles, runs, made.item_start))
         merges = upload(made.merges).view(made.merges.shape) if made.parts else None

@@ -8,9 +8,11 @@ the mask `item_start[row] <= key <= row`. A tile with very many keys may be spli
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from attention.cost import LaunchShape
 from attention.layout import Ints, indptr, ranges
 from attention.plans import Launch, MaskKind, RaggedKv
 
@@ -18,9 +20,17 @@ from attention.plans import Launch, MaskKind, RaggedKv
 # `runs`, then rows [BEFORE, OWN), all unmasked; rows [OWN, OWN_END) masked. PART: its partial result, -1: none.
 ROW, ROWS, SLOT, SLOTS, RUN, RUN_END, BEFORE, OWN, OWN_END, PART = range(10)
 COLUMNS = 12  # a power of two is not needed, a multiple of 16 bytes is
-PROCESSORS = 132  # of an H100 or H200
+PROCESSORS = 132  # of an H100 or H200; two CTAs of the kernel share one
 SHORTEST_SPLIT = 256  # keys: a shorter part costs more to merge than it saves
-WAVES = 2  # parts that a processor should get when there are too few tiles
+WAVES = 2  # parts that a processor should get when there are too few tiles: as many as it runs at once
+
+
+class Cut(NamedTuple):
+    """How a kernel cuts: rows of a tile, KV heads, each of which has a CTA for every tile, and keys of a block."""
+
+    tokens: int
+    columns: int
+    keys: int = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +60,12 @@ def tile(
     rows: int,
     place: Ints,
     cached_slots: Ints,
-    tokens: int,
-    columns: int,
+    cut: Cut,
     shortest_split: int = SHORTEST_SPLIT,
 ) -> Tiles:
-    """Cuts a fused launch into tiles of at most `tokens` rows.
+    """Cuts a fused launch into tiles.
 
-    rows: of the pass; place: [tokens of the layout] place in (cached tokens, then rows); cached_slots: [cached];
-    columns: KV heads, each of which has a CTA for every tile.
+    rows: of the pass; place: [tokens of the layout] place in (cached tokens, then rows); cached_slots: [cached]
     """
     assert launch.mask is MaskKind.MULTI_ITEM, "fused launches mask by items"
     assert launch.multi_item is not None, "a multi-item launch carries its arrays"
@@ -69,8 +77,8 @@ def tile(
         stride = launch.multi_item.token_pos_in_items_len
         fresh = max(0, len(keys) - int(launch.multi_item.prefix_len_ptr[b]))
         places = launch.multi_item.token_pos_in_items_ptr[b * stride : b * stride + fresh].astype(np.int32)
-        builder.request(launch.q_rows[first:last], keys[: len(keys) - (last - first)], places, tokens)
-    return builder.finish(cached_slots, columns, shortest_split)
+        builder.request(launch.q_rows[first:last], keys[: len(keys) - (last - first)], places, cut)
+    return builder.finish(cached_slots, cut.columns, shortest_split)
 
 
 class _Builder:
@@ -84,7 +92,7 @@ class _Builder:
         self._slot_count = 0
         self._run_count = 0
 
-    def request(self, rows: Ints, shared: Ints, places: Ints, tokens: int) -> None:
+    def request(self, rows: Ints, shared: Ints, places: Ints, cut: Cut) -> None:
         """shared: places of the keys before the first row; places: of the last rows in their items, from 1."""
         first, count = int(rows[0]), len(rows)
         assert int(rows[-1]) == first + count - 1, "the rows of a fused request follow one another"
@@ -93,16 +101,15 @@ class _Builder:
             start[count - len(places) :] = rows[count - len(places) :] - places + 1
         self._item_start[first : first + count] = start
         slots, runs = shared[shared < self._cached], _runs(shared[shared >= self._cached] - self._cached)
-        begin = _cuts(start - first, tokens, len(shared))
+        begin = _cuts(start - first, cut.tokens, len(shared))
         end = np.append(begin[1:], count)
-        one_item = start[begin] == start[end - 1]  # what came before in it is seen by all rows of the tile
         tiles = np.zeros((len(begin), COLUMNS), np.int32)
         tiles[:, ROW] = first + begin
         tiles[:, ROWS] = end - begin
         tiles[:, SLOT], tiles[:, SLOTS] = self._place(slots), len(slots)
         tiles[:, RUN], tiles[:, RUN_END] = self._run_count, self._run_count + len(runs)
         tiles[:, BEFORE] = start[begin]
-        tiles[:, OWN] = np.where(one_item, first + begin, start[begin])
+        tiles[:, OWN] = first + _own_begin(start - first, begin, end, cut.keys)
         tiles[:, OWN_END] = first + end
         tiles[:, PART] = -1
         self._tiles.append(tiles)
@@ -157,6 +164,38 @@ def _cuts(start: Ints, tokens: int, shared: int) -> Ints:
     return np.array(cuts, np.int32)
 
 
+def _own_begin(start: Ints, begin: Ints, end: Ints, keys: int) -> Ints:
+    """Where the masked part of each tile [begin, end) begins; all counted from the request's first row.
+
+    In a tile of one item, what came before is seen by all of its rows: whole blocks of keys, so that only one block of
+    the tile is partial.
+    """
+    before = begin - start[begin]
+    whole: Ints = start[begin] + before // keys * np.int32(keys)
+    return np.where(start[begin] == start[end - 1], whole, start[begin])
+
+
+def count_blocks(shape: LaunchShape, cut: Cut) -> tuple[Ints, Ints, Ints]:
+    """[n] blocks of keys without a mask, blocks with one, and keys of each tile of a fused launch, by its lengths."""
+    counted, item = [], 0
+    for q_len, kv_len, prefix in zip(
+        shape.q_lens.tolist(), shape.kv_lens.tolist(), shape.prefix_lens.tolist(), strict=True
+    ):
+        start, shared = np.zeros(q_len, np.int32), kv_len - q_len
+        if kv_len > prefix:
+            last = item + int(np.searchsorted(np.cumsum(shape.items[item:]), q_len)) + 1
+            lengths = shape.items[item:last]
+            start, item = np.repeat(indptr(lengths)[:-1], lengths), last
+        begin = _cuts(start, cut.tokens, shared)
+        end = np.append(begin[1:], q_len)
+        own = _own_begin(start, begin, end, cut.keys)
+        full = shared // cut.keys + (own - start[begin]) // cut.keys
+        masked = int(shared % cut.keys > 0) + -(-(end - own) // cut.keys)
+        counted.append(np.stack([full, masked, shared + end - start[begin]]))
+    full, masked, keys = np.concatenate(counted, axis=1).astype(np.int32)
+    return full, masked, keys
+
+
 def _keys(tiles: Ints, runs: Ints) -> Ints:
     """[n] keys that each tile scans."""
     total = indptr(runs[:, 1])
@@ -164,11 +203,24 @@ def _keys(tiles: Ints, runs: Ints) -> Ints:
     return shared + tiles[:, OWN_END] - tiles[:, BEFORE]
 
 
+def parts_of(keys: Ints, columns: int, shortest: int = SHORTEST_SPLIT) -> Ints:
+    """[n] parts that each tile's keys are cut into: more than one where it has more than its share of all keys.
+
+    All parts together run at once where they can: one more than there is room for would wait for another to end.
+    """
+    room = max(len(keys), PROCESSORS * WAVES // columns) if columns else 0
+    even = max(shortest, int(keys.sum()) * columns // (PROCESSORS * WAVES))
+    parts = np.where(2 * keys > 3 * even, -(-keys // even), 1)
+    while columns and (parts > 1).any() and parts.sum() > room:
+        even += -(-even // 16)
+        parts = np.where(2 * keys > 3 * even, -(-keys // even), 1)
+    return parts
+
+
 def _split(tiles: Ints, runs: Ints, keys: Ints, columns: int, shortest: int) -> tuple[Ints, Ints, Ints]:
     """Tiles with more than their share of the keys, in parts. Returns tiles, runs and merges."""
-    even = max(shortest, int(keys.sum()) * columns // (PROCESSORS * WAVES))
     unmasked = keys - (tiles[:, OWN_END] - tiles[:, OWN])
-    parts = np.where((2 * keys > 3 * even) & (unmasked > 0), -(-keys // even), 1)
+    parts = np.where(unmasked > 0, parts_of(keys, columns, shortest), 1)
     merges = np.zeros((0, 4), np.int32)
     if (parts == 1).all():
         return tiles, runs, merges

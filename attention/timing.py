@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from attention.cost import PACKED_ROWS, LaunchShape, scans, shapes
 from attention.layout import Ints
 from attention.plans import HeadShape, MaskKind, Strategy
+from attention.tiles import Cut, count_blocks, parts_of
 
 Reals = NDArray[np.float64]
 # What AUTO chooses among. naive and the dense masks are never fastest where they differ.
@@ -32,7 +33,10 @@ PACKINGS = (64, 128)  # rows of a packed_multi_item request: one tile of fa2 at 
 # fa2 under a custom mask, which skips nothing: 97-117 TFLOP/s over the sizes measured on an H200; not calibrated.
 DENSE_FLOPS = 1.1e14
 KERNELS = ("fa2", "fa3")
-FUSED_ROWS = 64  # packed rows of a tile of `attention.fused_kernel`, three of which share a processor
+FUSED_ROWS, FUSED_KEYS = 64, 64  # packed rows of a tile of `attention.fused_kernel`, and keys of a block
+FUSED_RESIDENT = 2  # of its CTAs share a processor
+MASKED_BLOCK = 1.3  # blocks without a mask that a masked one costs
+TILE_BLOCKS = 2.0  # blocks that a tile's beginning and end cost
 KV_TILE = 64  # keys that a CTA takes at a time: a partial tile costs about as much as half of these
 ENOUGH = 90  # measured launches of one tile size that deserve a fit of their own
 FIELDS = ("mean", "scale", "coefficients")
@@ -63,8 +67,6 @@ def fa2_tile(shape: LaunchShape, group: int) -> int:
 def tiling(shape: LaunchShape, kernel: str, heads: HeadShape) -> tuple[int, int, int, int]:
     """(packed rows of a tile, query tokens of it, CTAs a tile needs over all heads, CTAs that share a processor)."""
     group = heads.heads // heads.kv_heads
-    if kernel == "fused":
-        return FUSED_ROWS, max(1, FUSED_ROWS // group), heads.kv_heads, 3
     if kernel == "fa2":
         packed = fa2_tile(shape, group)
         return packed, max(1, packed // group), heads.kv_heads, 2
@@ -73,14 +75,16 @@ def tiling(shape: LaunchShape, kernel: str, heads: HeadShape) -> tuple[int, int,
 
 def features(shape: LaunchShape, kernel: str, heads: HeadShape, processors: int) -> Reals:
     """[F] what a launch's time is fitted on: logarithms of its counts under the kernel's own tiling."""
+    if kernel == "fused":
+        return _fused_features(shape, heads, processors)
     packed, tile, columns, resident = tiling(shape, kernel, heads)
     tiles, scanned, _ = scans(shape, tile)
     ctas, slots = tiles * columns, processors * resident
     even = (scanned + KV_TILE * tiles) * columns * packed / slots  # were the work spread evenly
     longest = float(shape.kv_lens.max())
     waves = ctas / slots
-    # fa2 and our own split the keys of a launch that does not fill the machine; otherwise the longest CTA bounds it.
-    splits = kernel in ("fa2", "fused") and waves < 1
+    # fa2 splits the keys of a launch that does not fill the machine; otherwise the longest CTA bounds it.
+    splits = kernel == "fa2" and waves < 1
     bound = even if splits else max(even, longest * packed)
     return np.array(
         [
@@ -96,6 +100,29 @@ def features(shape: LaunchShape, kernel: str, heads: HeadShape, processors: int)
             np.log(longest / float(shape.kv_lens.mean())),
             waves / np.ceil(waves),
             float(waves < 1),
+        ]
+    )
+
+
+def _fused_features(shape: LaunchShape, heads: HeadShape, processors: int) -> Reals:
+    """Our own kernel's: its tiles are known to the block, masked blocks and a tile's beginning and end cost more."""
+    full, masked, keys = count_blocks(
+        shape, Cut(max(1, FUSED_ROWS * heads.kv_heads // heads.heads), heads.kv_heads, FUSED_KEYS)
+    )
+    work = full + MASKED_BLOCK * masked + TILE_BLOCKS
+    slots = processors * FUSED_RESIDENT / heads.kv_heads
+    parts = parts_of(keys, heads.kv_heads)
+    even, longest = work.sum() / slots, (work / parts).max()
+    waves = parts.sum() / slots
+    return np.array(
+        [
+            np.log(even),
+            np.log(longest),
+            np.log(max(even, longest)),
+            np.log(waves),
+            waves / np.ceil(waves),
+            float((parts > 1).any()),
+            np.log(masked.sum() / work.sum()),
         ]
     )
 

@@ -29,7 +29,6 @@ from scorer.pass_arrays import (
     CACHED_TOKENS,
     LABELS,
     SPLIT_TOKENS,
-    Cut,
     GraphKey,
     PassArrays,
     few_reads,
@@ -69,7 +68,7 @@ class FastPath:
         self._kv_pages = kv_pages
         self._kept_pages = kept_pages
         self._blocks = Blocks.of(self._fused.head_dim)
-        self._cut = Cut(self._blocks.rows * self._fused.kv_heads // self._fused.heads, self._fused.kv_heads)
+        self._cut = self._blocks.cut(self._fused.heads, self._fused.kv_heads)
         self._buckets = token_buckets(most_tokens)
         self._graphs: dict[GraphKey, Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -128,7 +127,7 @@ class FastPath:
         assert not len(found.copy_from), "the pages of one path begin where its segments do"
         (launch,) = planned.launches
         shortest = SHORTEST_SPLIT if layout.rows <= SPLIT_TOKENS else UNSPLIT
-        tiles = tile(launch, layout.rows, found.place, found.cached_slots, *self._cut, shortest)
+        tiles = tile(launch, layout.rows, found.place, found.cached_slots, self._cut, shortest)
         labels = np.unique(batch.read_ids)
         return PassArrays(
             ids=batch.input_ids,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attention.layout import Ints
-from attention.tiles import BEFORE, COLUMNS, OWN, OWN_END, PART, PROCESSORS, ROW, ROWS, WAVES, Tiles
+from attention.tiles import BEFORE, COLUMNS, OWN, OWN_END, PART, PROCESSORS, ROW, ROWS, WAVES, Cut, Tiles
 
 LABELS = 16  # distinct label tokens of a pass whose logits a graph computes
 SPLIT_TOKENS = 2_048  # a pass of more rows fills the machine without splitting a tile's keys
@@ -28,13 +28,6 @@ class GraphKey(NamedTuple):
     reads: int
     paged: bool
     split: bool
-
-
-class Cut(NamedTuple):
-    """How the kernel cuts: rows of a tile, and KV heads, each of which has a CTA for every tile."""
-
-    tokens: int
-    columns: int
 
 
 class Part(NamedTuple):

@@ -50,7 +50,7 @@ def test_lengths_alone_tell_the_launches(strategy, prefix, cached, lengths, rows
     assert len(real) == len(told)
     for a, b in zip(real, told, strict=True):
         assert (a.mask, a.paged) == (b.mask, b.paged)
-        for name in ("q_lens", "kv_lens", "prefix_lens", "max_items"):
+        for name in ("q_lens", "kv_lens", "prefix_lens", "max_items", "items"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 

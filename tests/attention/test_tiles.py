@@ -5,13 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.cost import shape_of
 from attention.layout import Layout, Segment
 from attention.mask import visible
 from attention.planner import plan
 from attention.plans import Pages, Strategy
 from attention.residency import Residency
-from attention.tiles import OWN_END, PART, ROW, ROWS, expand, tile
+from attention.tiles import BEFORE, OWN, OWN_END, PART, ROW, ROWS, RUN, RUN_END, SLOTS, Cut, count_blocks, expand, tile
 from tests.attention.draw import cases
+
+KEYS = 32  # of a block
 
 
 def cut(layout, pages, tokens, columns=8, shortest=10_000):
@@ -19,7 +22,7 @@ def cut(layout, pages, tokens, columns=8, shortest=10_000):
     place = Residency.of(layout, pages, made).place
     (launch,) = made.launches
     slots = np.arange(layout.tokens - layout.rows, dtype=np.int32)
-    return tile(launch, layout.rows, place, slots, tokens, columns, shortest), place
+    return tile(launch, layout.rows, place, slots, Cut(tokens, columns, KEYS), shortest), place
 
 
 @given(case=cases(), tokens=st.sampled_from([1, 2, 7, 16, 64]), shortest=st.sampled_from([1, 5, 10_000]))
@@ -64,6 +67,35 @@ def test_a_long_item_before_a_short_prefix_ends_its_tile():
     tiles, place = cut(layout, Pages.scratch(layout, 16), 64)
     assert 8 + 100 in tiles.tiles[:, OWN_END]
     np.testing.assert_array_equal(expand(tiles, place), visible(layout).astype(np.int32))
+
+
+@given(
+    prefix=st.integers(0, 200),
+    cached=st.booleans(),
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    tokens=st.sampled_from([8, 32, 64]),
+)
+@settings(max_examples=100, deadline=None)
+def test_lengths_alone_tell_the_blocks(prefix, cached, lengths, tokens):
+    have = prefix if cached else 0
+    segments = [Segment(-1, prefix, have)] if prefix else []
+    layout = Layout.of([*segments, *[Segment(0 if prefix else -1, n) for n in lengths]])
+    if prefix:
+        kept = np.arange(-(-prefix // 16), dtype=np.int32)
+        pages = Pages(16, len(kept), (kept, *[None] * len(lengths)))
+    else:
+        pages = Pages.scratch(layout, 16)
+    made = plan(layout, [Strategy.FUSED] * len(lengths), pages)
+    tiles, _ = cut(layout, pages, tokens)
+    full, masked, keys = count_blocks(shape_of(made.launches[0], 16), Cut(tokens, 8, KEYS))
+    assert len(full) == len(tiles.tiles)
+    runs = np.concatenate([[0], np.cumsum(tiles.runs[:, 1])])
+    shared = tiles.tiles[:, SLOTS] + runs[tiles.tiles[:, RUN_END]] - runs[tiles.tiles[:, RUN]]
+    before, own = (tiles.tiles[:, b] - tiles.tiles[:, a] for a, b in ((BEFORE, OWN), (OWN, OWN_END)))
+    assert (before % KEYS == 0).all(), "only the masked part has a partial block"
+    np.testing.assert_array_equal(np.sort(keys), np.sort(shared + before + own))
+    assert full.sum() == (shared // KEYS + before // KEYS).sum()
+    assert masked.sum() == ((shared % KEYS > 0) + -(-own // KEYS)).sum()
 
 
 @pytest.mark.parametrize("column", [ROW, OWN_END])

@@ -11,11 +11,10 @@ from attention.mask import visible
 from attention.planner import plan
 from attention.plans import Pages, Strategy
 from attention.residency import Residency
-from attention.tiles import ROW, ROWS, expand, tile
+from attention.tiles import ROW, ROWS, Cut, expand, tile
 from scorer.pass_arrays import (
     LABELS,
     SPLIT_TOKENS,
-    Cut,
     PassArrays,
     few_reads,
     fill,
@@ -34,7 +33,7 @@ def arrays_of(layout, pages, cut, shortest=256):
     planned = plan(layout, [Strategy.FUSED] * len(layout.leaves), pages)
     found = Residency.of(layout, pages, planned)
     slots = np.arange(layout.tokens - layout.rows, dtype=np.int32)  # a slot stands for its place, as `expand` wants it
-    tiles = tile(planned.launches[0], layout.rows, found.place, slots, *cut, shortest)
+    tiles = tile(planned.launches[0], layout.rows, found.place, slots, cut, shortest)
     ids = np.arange(layout.rows, dtype=np.int32)
     labels = np.array([3, 5], np.int32)
     return PassArrays(
