@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
-from attention.layout import Ints
-from attention.plans import Strategy
-from batching.packing import Group, fold, pack, unpack
-from batching.page_pool import PagePool
-from batching.select import Choice, Policy, Waiting, choose, take
-from batching.types import Item, PackedBatch, Reads, RequestScores, Scored, TokenizedRequest
+import numpy as np
+
+from batching.composer import Composer, Part
+from batching.errors import BatchingError, Closed, DeviceFailed, Expired, NotAdmitted
+from batching.job import InFlight, Job
+from batching.observer import Observer, Unobserved
+from batching.packing import fold, pack, unpack
+from batching.pass_time import FittedPassTime, PassTime, Work
+from batching.prefix_cache import Chain, PrefixCache
+from batching.scheduler import Asked, Order, Scheduler, SchedulerLimits, Ticket, by_due
+from batching.select import Policy, choose
+from batching.shares import FairShares
+from batching.types import Ints, Item, PackedBatch, Reads, RequestScores, Scored, TokenizedRequest
+from batching.window import Window
 
 Execute = Callable[[PackedBatch], Awaitable[Reads]]
 FAILURES_IN_A_ROW = 3  # failed passes after which the device is taken to be gone
-FIRST_RATE = 2000.0  # tokens/s that the device is taken to compute until it has shown its own rate
-
-PRIORITY_SECONDS = 10.0  # how much earlier a class has its turn than the class below it
+ESTIMATED = 256  # requests at the head of the queue whose work is counted again each tick
 
 
-class BatchingError(Exception):
-    """Base of what `Batcher.submit` raises."""
+# A pass has items: behind a prefix that is computed for later stands this one.
+PROBE = Item(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32))
 
 
-class QueueFull(BatchingError):
-    """More tokens wait than the service accepts."""
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """Tokens of a prefix: cached before, and kept from eviction now."""
 
-
-class Expired(BatchingError):
-    """The deadline came before the scores."""
-
-
-class Closed(BatchingError):
-    """The batcher accepts nothing any more."""
-
-
-class DeviceFailed(BatchingError):
-    """The pass that this request was part of failed."""
+    cached: int
+    kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,72 +48,55 @@ class BatcherLimits:
     max_pass_tokens: int
     max_pass_items: int
     max_queue_tokens: int
-    page_size: int
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One accepted request. Its items are distinct; `places` maps the request's items to them.
+@dataclass(frozen=True, slots=True, eq=False)
+class Scheduling:
+    """How requests are ordered and let in. The defaults are what the service uses; a simulation brings others."""
 
-    turn  when it would be done had it the device to itself: requests run in this order, so that a short one passes a
-          long one, and a long one that has waited as much longer as it takes is passed by no one
-    """
-
-    request: TokenizedRequest
-    lengths: tuple[int, ...]  # tokens of each item
-    places: Ints
-    choice: Choice
-    deadline: float | None
-    submitted: float
-    turn: float
-    done: asyncio.Future[RequestScores]
-    pages: Ints | None = None
-    cached: bool = False
-    scored: list[Scored] = field(default_factory=list)
-    computed: int = 0
-    passes: int = 0
-    plan_seconds: float = 0.0
-    forward_seconds: float = 0.0
-
-    @property
-    def remaining(self) -> tuple[Item, ...]:
-        return self.request.items[len(self.scored) :]
-
-    @property
-    def naive(self) -> bool:
-        return self.choice.strategies[0] is Strategy.NAIVE
-
-    def waiting(self) -> Waiting:
-        prefix = 0 if self.cached else len(self.request.prefix)
-        return Waiting(prefix, self.lengths[len(self.scored) :], self.naive)
-
-    def tokens(self) -> int:
-        waiting = self.waiting()
-        return sum(waiting.items) + waiting.prefix * (len(waiting.items) if self.naive else 1)
+    pass_time: PassTime | None = None  # None: fitted to the passes that are run
+    shares: FairShares | None = None  # None: every tenant weighs the same
+    order: Order = by_due
+    window: Window | None = None
 
 
 class Batcher:
-    """Runs accepted requests to their end: each gets its scores or one of the errors above. Lives on one event loop."""
+    """Runs accepted requests to their end: each gets its scores or one of batching.errors. Lives on one event loop."""
 
     def __init__(
         self,
         execute: Execute,
         limits: BatcherLimits,
         policy: Policy,
-        pool: PagePool,
+        cache: PrefixCache,
         clock: Callable[[], float] = time.monotonic,
+        scheduling: Scheduling | None = None,
+        salt: bytes = b"",
     ) -> None:
+        """salt: what the cached K/V depends on beside tokens and tenant: the model and the profile's revision."""
+        given = scheduling or Scheduling()
         self._execute = execute
         self._limits = limits
         self.policy = policy
-        self._pool = pool
+        self.cache = cache
+        self.observer: Observer = Unobserved()
         self._clock = clock
-        self._queue: list[_Job] = []
+        self._salt = salt
+        self._scheduler = Scheduler(
+            SchedulerLimits(limits.max_pass_tokens, limits.max_queue_tokens),
+            given.pass_time or FittedPassTime(),
+            given.shares,
+            given.order,
+        )
+        self._composer = Composer(cache, limits.max_pass_tokens, limits.max_pass_items)
+        self._window = given.window or Window()
+        self._in_flight = InFlight()
+        self._jobs: dict[Ticket, Job] = {}
+        self._running: Sequence[Part] = ()  # whose pages the device is using
+        self._free_at = -math.inf
         self._work = asyncio.Event()
         self._closed = False
-        self._rate = FIRST_RATE
         self._failures = 0
-        self._pass: Sequence[_Job] = ()  # whose pages the device is using
         self._gone = asyncio.Event()
         self._reason = ""
         self._loop: asyncio.Task[None] | None = None
@@ -121,61 +104,129 @@ class Batcher:
     @property
     def queued_tokens(self) -> int:
         """Tokens accepted and not computed yet."""
-        return sum(job.tokens() for job in self._queue)
+        return sum(ticket.work.tokens for ticket in self._jobs)
 
     async def failed(self) -> str:
         """Returns, with the reason, once the device is taken to be gone; until then it waits."""
         await self._gone.wait()
         return self._reason
 
+    def admit_bytes(self, size: int, asked: Asked, deadline: float | None) -> None:
+        """A first look at a request of so many bytes, before it is tokenised.
+
+        Raises NotAdmitted where it hardly could be in time.
+        """
+        self._refuse_closed()
+        now = self._clock()
+        ticket = Ticket(asked.tenant, asked.priority, now, deadline, asked.partial)
+        try:
+            self._scheduler.admit_bytes(ticket, size, list(self._jobs), self._free_at, now)
+        except NotAdmitted as error:
+            self.observer.refused(error.reason)
+            raise
+
+    def learn_size(self, size: int, tokens: int) -> None:
+        """What a request's bytes turned out to be in tokens."""
+        self._scheduler.learn_size(size, tokens)
+
     async def submit(self, request: TokenizedRequest, deadline: float | None = None) -> RequestScores:
         """Scores a request. deadline: in the clock's seconds. Cancelling the caller's task drops what is not running.
 
-        Raises StrategyError, QueueFull, Expired, Closed or DeviceFailed.
+        Raises StrategyError, NotAdmitted, Expired, Closed or DeviceFailed.
         """
-        if self._closed or self._gone.is_set():
-            raise Closed("the service is stopping")
+        self._refuse_closed()
         job = self._accept(request, deadline)
-        self._queue.append(job)
+        self._jobs[job.ticket] = job
+        self._in_flight.join(job)
+        self._count(job)
         self._work.set()
         if self._loop is None:
             self._loop = asyncio.create_task(self._run())
         try:
-            return await job.done
+            return await self._ended(job)
+        except asyncio.CancelledError:
+            self._left_alone(job)
+            raise
         finally:
             self._leave(job)
 
-    def _accept(self, request: TokenizedRequest, deadline: float | None) -> _Job:
+    def _refuse_closed(self) -> None:
+        if self._closed or self._gone.is_set():
+            raise Closed("the service is stopping")
+
+    def _accept(self, request: TokenizedRequest, deadline: float | None) -> Job:
         items, places = fold(request.items)
         distinct = replace(request, items=items)
-        choice = choose(distinct, items, self.policy)
+        lengths = tuple(len(item.ids) for item in items)
+        chain = self._chain(request)
+        cached = self.cache.hit(chain)
+        choice = choose(distinct, items, self.policy, cached)
         done: asyncio.Future[RequestScores] = asyncio.get_running_loop().create_future()
         now = self._clock()
-        job = _Job(distinct, tuple(len(item.ids) for item in items), places, choice, deadline, now, now, done)
-        tokens = job.tokens()
-        job.turn += tokens / self._rate - PRIORITY_SECONDS * request.priority
-        queued, limit = self.queued_tokens, self._limits.max_queue_tokens
-        if queued and queued + tokens > limit:  # an idle service takes whatever a request may ask
-            raise QueueFull(f"{queued} tokens wait and this request has {tokens}: the limit is {limit}")
+        ticket = Ticket(request.tenant, request.priority, now, deadline, request.partial_ok)
+        job = Job(distinct, lengths, places, choice, chain, ticket, done)
+        ticket.work = Work.of(len(request.prefix), cached, lengths, job.naive)
+        self._window.arrived(now)
+        try:
+            self._scheduler.admit(ticket, list(self._jobs), self._free_at if self._running else now, now)
+        except NotAdmitted as error:
+            self.observer.refused(error.reason)
+            raise
         return job
 
-    def _leave(self, job: _Job) -> None:
-        if job in self._queue:
-            self._queue.remove(job)
-        self._release(job)
+    def _chain(self, request: TokenizedRequest) -> Chain:
+        return self.cache.chain(self._salt + b"\0" + request.tenant.encode(), request.prefix)
 
-    def _release(self, job: _Job) -> None:
-        if job.pages is not None and not self._running(job):
-            self._pool.release(job.pages)
-            job.pages = None
+    async def warm(self, prefix: Ints, tenant: str, keep: float, deadline: float | None = None) -> Warmed:
+        """Computes a prefix, unless it is cached, and keeps it from eviction for `keep` seconds.
 
-    def _running(self, job: _Job) -> bool:
-        return any(job is running for running in self._pass)
+        Raises as submit does.
+        """
+        request = TokenizedRequest(prefix, (PROBE,), tenant=tenant)
+        chain = self._chain(request)
+        cached = self.cache.hit(chain)
+        if cached < len(prefix):
+            await self.submit(request, deadline)
+        now = self._clock()
+        lease = self.cache.held(chain)
+        kept = self.cache.pin(lease, now + keep, now)
+        self.cache.release(lease)
+        return Warmed(cached, kept)
+
+    async def _ended(self, job: Job) -> RequestScores:
+        if job.ticket.deadline is None:
+            return await job.done
+        try:
+            async with asyncio.timeout(job.ticket.deadline - self._clock()):
+                return await job.done
+        except TimeoutError:
+            return self._late(job)
+
+    def _late(self, job: Job) -> RequestScores:
+        """What there is at the deadline. Raises Expired where the caller did not ask for a part."""
+        self.observer.missed()
+        if job.ticket.partial:
+            return job.answer(self._clock())
+        raise Expired("the deadline came before this request's scores")
+
+    def _left_alone(self, job: Job) -> None:
+        """gRPC cancels a call at its deadline, at about the time that ours ends."""
+        if job.ticket.deadline is not None and self._clock() >= job.ticket.deadline:
+            self.observer.missed()
+        else:
+            self.observer.cancelled()
+
+    def _leave(self, job: Job) -> None:
+        self._jobs.pop(job.ticket, None)
+        if not any(part.job is job for part in self._running):
+            self._composer.drop(job)
+        for heir in self._in_flight.leave(job):
+            self._count(heir)
 
     async def drain(self) -> None:
-        """Accepts nothing more and returns when everything accepted is answered."""
+        """Accepts nothing more and returns when everything accepted is answered and no pass runs."""
         self._closed = True
-        while self._queue and not self._gone.is_set():
+        while (self._jobs or self._running) and not self._gone.is_set():
             await asyncio.sleep(0.01)
         if self._loop is not None:
             self._loop.cancel()
@@ -184,81 +235,119 @@ class Batcher:
     async def _run(self) -> None:
         try:
             while not self._gone.is_set():
-                if not self._queue:
+                if not self._jobs:
                     self._work.clear()
                     await self._work.wait()
                 self._drop_expired()
-                if self._queue:
-                    await self._one_pass()
+                if wait := self._open_for():
+                    await asyncio.sleep(wait)
+                if parts := self._compose():
+                    await self._one_pass(parts)
         except Exception as error:
             self._give_up(f"the batcher itself failed: {error!r}")  # or every caller would wait for ever
             raise
 
+    def _open_for(self) -> float:
+        """Seconds that the batch stays open for others to join."""
+        now = self._clock()
+        slack = min((t.deadline - now - 2 * t.seconds for t in self._jobs if t.deadline is not None), default=math.inf)
+        return self._window.seconds(self.queued_tokens, self._limits.max_pass_tokens, slack, now)
+
     def _drop_expired(self) -> None:
         now = self._clock()
-        for job in list(self._queue):
-            if job.deadline is not None and now >= job.deadline:
-                self._fail(job, Expired("the deadline came before this request's turn"))
+        for ticket, job in list(self._jobs.items()):
+            if ticket.deadline is not None and now >= ticket.deadline:
+                try:
+                    self._end(job, self._late(job))
+                except Expired as error:
+                    self._fail(job, error)
 
-    def _fail(self, job: _Job, error: BatchingError) -> None:
-        self._queue.remove(job)
+    def _end(self, job: Job, answer: RequestScores) -> None:
+        self._jobs.pop(job.ticket, None)
+        if not job.done.done():
+            job.done.set_result(answer)
+
+    def _fail(self, job: Job, error: BatchingError) -> None:
+        self._jobs.pop(job.ticket, None)
+        self._in_flight.leave(job)
         if not job.done.done():
             job.done.set_exception(error)
 
-    def _compose(self) -> list[tuple[_Job, Group]]:
+    def _count(self, job: Job, running: Work | None = None) -> None:
+        """Counts again what is to be done for a request: the cache and other requests change it."""
+        job.ticket.work = job.work(self._composer.cached(job))
+        self._scheduler.estimate(job.ticket, running)
+
+    def _compose(self) -> Sequence[Part]:
         """The next pass: whose turn comes first, as much as its budget holds."""
-        queue = sorted(self._queue, key=lambda job: job.turn)
-        counts = take([job.waiting() for job in queue], self._limits.max_pass_tokens, self._limits.max_pass_items)
-        return [(job, self._group(job, count)) for job, count in zip(queue, counts, strict=True) if count]
+        now = self._clock()
+        for ticket in islice(self._scheduler.order(self._jobs, now), ESTIMATED):
+            self._count(self._jobs[ticket])
+        order = self._scheduler.order(self._jobs, now)
+        parts = self._composer.compose((self._jobs[ticket] for ticket in order), now)
+        for part in parts:
+            self._scheduler.estimate(part.job.ticket, part.work)
+        return parts
 
-    def _group(self, job: _Job, count: int) -> Group:
-        first = len(job.scored)
-        last = first + count
-        prefix = len(job.request.prefix)
-        if last < len(job.request.items) and prefix and not job.naive and job.pages is None:
-            job.pages = self._pool.allocate(-(-prefix // self._limits.page_size))  # None: computed once more
-        return Group(
-            job.request,
-            tuple(range(first, last)),
-            job.choice.strategies[first:last],
-            prefix if job.cached else 0,
-            job.pages,
-            job.choice.packed_rows,
-        )
-
-    async def _one_pass(self) -> None:
-        started = self._clock()
-        composed = self._compose()
-        jobs = self._pass = [job for job, _ in composed]
+    async def _one_pass(self, parts: Sequence[Part]) -> None:
+        began = self._clock()
+        work = sum((part.work for part in parts), Work())
+        self._running = parts
+        self._free_at = began + self._scheduler.pass_time.share(work, max(work.tokens, 1))
         try:
-            batch = pack([group for _, group in composed])
-            packed = self._clock() - started
+            batch = pack([part.group for part in parts], self.cache.page_size)
+            packed = self._clock() - began
             reads = await self._execute(batch)
             scored = unpack(batch, reads)
         except Exception as error:  # noqa: BLE001 - whatever it was, it fails this pass and no other
-            self._pass = ()
-            self._failed_pass(jobs, error)
+            self._running = ()
+            self._failed_pass(parts, error)
             return
-        self._pass = ()
+        self._running = ()
+        self._ran(batch, work, began)
+        self._composer.finish(parts, _sound(reads, batch))
+        for part in parts:
+            self._charge(part, packed + reads.plan_seconds, reads.forward_seconds)
+        self._hand_out(parts, scored)
+
+    def _ran(self, batch: PackedBatch, work: Work, began: float) -> None:
+        ended = self._clock()
         self._failures = 0
-        self._learn_rate(batch.tokens, self._clock() - started)
-        for number, (job, group) in enumerate(composed):
-            job.plan_seconds += packed + reads.plan_seconds
-            job.forward_seconds += reads.forward_seconds
-            self._advance(job, group, [scored[number, item] for item in group.items])
+        self._scheduler.pass_time.learn(work, ended - began)
+        self._window.ran(began, ended)
+        self.observer.ran(
+            batch.tokens, batch.tokens / self._limits.max_pass_tokens, len({s.request for s in batch.shares})
+        )
 
-    def _learn_rate(self, tokens: int, seconds: float) -> None:
-        if seconds > 0:
-            self._rate += 0.2 * (tokens / seconds - self._rate)
+    def _charge(self, part: Part, plan_seconds: float, forward_seconds: float) -> None:
+        job = part.job
+        job.computed += part.work.tokens
+        job.passes += 1
+        job.plan_seconds += plan_seconds
+        job.forward_seconds += forward_seconds
 
-    def _failed_pass(self, jobs: Sequence[_Job], error: Exception) -> None:
+    def _hand_out(self, parts: Sequence[Part], scored: dict[tuple[int, int], Scored]) -> None:
+        for number, part in enumerate(parts):
+            for item in part.group.items:
+                for job in self._in_flight.scored(part.job.wanted[item], scored[number, item]):
+                    self._end(job, job.answer(self._clock()))
+        self._drop_left(parts)
+
+    def _drop_left(self, parts: Iterable[Part]) -> None:
+        """Lets go of the pages of those that ended, or whose callers went away while they ran."""
+        for part in parts:
+            if part.job.ticket not in self._jobs:
+                self._composer.drop(part.job)
+
+    def _failed_pass(self, parts: Sequence[Part], error: Exception) -> None:
         self._failures += 1
-        for job in jobs:
-            if job in self._queue:
+        self._composer.finish(parts, sound=False)
+        for part in parts:
+            if part.job.ticket in self._jobs:
                 failure = DeviceFailed(f"{type(error).__name__} in the forward pass")
                 failure.__cause__ = error
-                self._fail(job, failure)
-            self._release(job)
+                self._fail(part.job, failure)
+        self._drop_left(parts)
         if self._failures >= FAILURES_IN_A_ROW:
             self._give_up(f"{FAILURES_IN_A_ROW} passes in a row failed")
 
@@ -266,32 +355,10 @@ class Batcher:
         """Nothing runs any more: whoever waits is told."""
         self._reason = reason
         self._gone.set()
-        for job in list(self._queue):
+        for job in list(self._jobs.values()):
             self._fail(job, Closed("the device is gone"))
 
-    def _advance(self, job: _Job, group: Group, scored: list[Scored]) -> None:
-        waiting = job.waiting()
-        job.computed += sum(waiting.items[: len(scored)]) + waiting.prefix * (len(scored) if job.naive else 1)
-        job.scored += scored
-        job.passes += 1
-        job.cached = job.cached or group.pages is not None
-        if job not in self._queue:  # cancelled while it ran
-            self._release(job)
-            return
-        if not job.remaining:
-            self._queue.remove(job)
-            if not job.done.done():
-                job.done.set_result(self._answer(job))
 
-    def _answer(self, job: _Job) -> RequestScores:
-        elapsed = self._clock() - job.submitted
-        return RequestScores(
-            scored=tuple(job.scored[place] for place in job.places),
-            reason=job.choice.reason,
-            computed_tokens=job.computed,
-            cached_prefix_tokens=0,
-            passes=job.passes,
-            queue_seconds=max(0.0, elapsed - job.plan_seconds - job.forward_seconds),
-            plan_seconds=job.plan_seconds,
-            forward_seconds=job.forward_seconds,
-        )
+def _sound(reads: Reads, batch: PackedBatch) -> bool:
+    """Whether all that was read is finite. Where it is not, NaN may have spread to prefix pages, so none are kept."""
+    return bool(np.isfinite(reads.logits).all() and np.isfinite(reads.lse[batch.normalize]).all())

@@ -22,7 +22,8 @@ class Group:
     items       indices into request.items
     strategies  one an item
     cached      leading prefix tokens whose K/V is in `pages`
-    pages       ids of the pages that keep the prefix's K/V beyond the pass, or None
+    pages       ids of the pages that keep K/V of the prefix beyond the pass, or None. They hold the whole prefix or, in
+                whole pages, a beginning of it; groups that begin with the same pages share what is in them
     packed_rows rows of a packed_multi_item request
     """
 
@@ -55,19 +56,57 @@ def fold(items: Sequence[Item]) -> tuple[tuple[Item, ...], Ints]:
     return tuple(unique), index
 
 
-def pack(groups: Sequence[Group]) -> PackedBatch:
-    """One pass over all groups; Share.request counts in `groups`."""
+def pack(groups: Sequence[Group], page_size: int | None = None) -> PackedBatch:
+    """One pass over all groups; Share.request counts in `groups`.
+
+    page_size: needed where pages are shared between groups, or hold less than a prefix.
+    """
     rows = _Rows()
+    kept: dict[int, list[int]] = {}  # groups by their first page
     for number, group in enumerate(groups):
-        prefix = group.request.prefix
-        naive = Strategy.NAIVE in group.strategies
-        parent = -1 if naive else rows.prefix(prefix, group.cached, group.pages)
-        for item, strategy in zip(group.items, group.strategies, strict=True):
-            if naive:
-                parent = rows.prefix(prefix, 0, None)
-            rows.item(number, item, group.request.items[item], parent, strategy, group.request.normalize)
+        if Strategy.NAIVE in group.strategies:
+            for item, strategy in zip(group.items, group.strategies, strict=True):
+                parent = rows.prefix(group.request.prefix, 0, None)
+                rows.item(number, item, group.request.items[item], parent, strategy, group.request.normalize)
+        elif group.pages is None or not len(group.pages):
+            rows.items(number, group, rows.prefix(group.request.prefix, 0, None))
+        else:
+            kept.setdefault(int(group.pages[0]), []).append(number)
+    for sharing in kept.values():
+        _tree(rows, groups, sharing, page_size)
     packings = [group.packed_rows for group in groups if Strategy.PACKED_MULTI_ITEM in group.strategies]
     return rows.batch(packings[0] if packings else PACKED_ROWS)
+
+
+def _tree(rows: _Rows, groups: Sequence[Group], sharing: list[int], page_size: int | None) -> None:
+    """Adds groups that begin with the same page: a segment for what all of them share, then what follows it."""
+    work = [(sharing, 0, -1)]  # groups, pages that they have behind them, segment of these
+    while work:
+        numbers, first, parent = work.pop()
+        pages = [_pages(groups[number]) for number in numbers]
+        last = first + _common([table[first:] for table in pages])
+        segment = rows.kept(groups[numbers[0]], first, last, page_size, parent)
+        branches: dict[int, list[int]] = {}
+        for number, table in zip(numbers, pages, strict=True):
+            if len(table) > last:
+                branches.setdefault(int(table[last]), []).append(number)
+            else:
+                rows.items(number, groups[number], rows.rest(groups[number], last, page_size, segment))
+        work += [(branch, last, segment) for branch in branches.values()]
+
+
+def _pages(group: Group) -> Ints:
+    assert group.pages is not None, "only groups with kept pages share them"
+    return group.pages
+
+
+def _common(tables: Sequence[Ints]) -> int:
+    """How many pages all of these begin with."""
+    count = min(map(len, tables))
+    if len(tables) == 1:
+        return count
+    same = np.logical_and.reduce([tables[0][:count] == table[:count] for table in tables[1:]])
+    return int(np.argmin(same)) if not same.all() else count
 
 
 class _Rows:
@@ -92,6 +131,27 @@ class _Rows:
             return -1
         self._segment(-1, ids, cached, NONE, pages)
         return len(self._parent) - 1
+
+    def kept(self, group: Group, first: int, last: int, page_size: int | None, parent: int) -> int:
+        """Adds what pages [first, last) of a group keep of its prefix, and returns its segment."""
+        prefix, pages = group.request.prefix, _pages(group)[first:last]
+        assert page_size or len(pages) == len(_pages(group)), "shared pages need the page size"
+        begin, end = (0, len(prefix)) if page_size is None else (first * page_size, last * page_size)
+        cached = min(max(group.cached - begin, 0), min(end, len(prefix)) - begin)
+        self._segment(parent, prefix[begin:end], cached, NONE, pages)
+        return len(self._parent) - 1
+
+    def rest(self, group: Group, pages: int, page_size: int | None, parent: int) -> int:
+        """Adds what the pages do not hold of a group's prefix, if anything, and returns the last segment."""
+        if page_size is None or pages * page_size >= len(group.request.prefix):
+            return parent
+        self._segment(parent, group.request.prefix[pages * page_size :], 0, NONE, None)
+        return len(self._parent) - 1
+
+    def items(self, request: int, group: Group, parent: int) -> None:
+        """Adds the items of a group behind one prefix."""
+        for item, strategy in zip(group.items, group.strategies, strict=True):
+            self.item(request, item, group.request.items[item], parent, strategy, group.request.normalize)
 
     def item(self, request: int, number: int, item: Item, parent: int, strategy: Strategy, normalize: bool) -> None:
         self._segment(parent, item.ids, 0, item.read_offsets, None)

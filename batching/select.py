@@ -138,35 +138,36 @@ def refuse(strategy: Strategy, prefix: int, longest: int, window: int | None) ->
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What the scheduling choice sees of a request: tokens of its prefix and of each item still to be scored.
+class Budget:
+    """Tokens and items of one pass, while it is being filled.
 
-    prefix_each  every item computes the prefix for itself (naive)
+    The first request always gets one item, however long, so that everything accepted is scored. The items of a request
+    that fits into a pass stay together.
     """
 
-    prefix: int
-    items: tuple[int, ...]
-    prefix_each: bool = False
+    def __init__(self, tokens: int, items: int) -> None:
+        self.tokens = tokens
+        self.items = items
+        self._whole = tokens
+        self._any = False
 
+    @property
+    def full(self) -> bool:
+        return self.tokens <= 0 or self.items <= 0
 
-def take(queue: Sequence[Waiting], budget: int, max_items: int) -> tuple[int, ...]:
-    """How many items of each request go into the next pass, in the queue's order, within a budget of tokens and items.
+    def take(self, prefix: int, items: Sequence[int], prefix_each: bool = False) -> int:
+        """How many of these items, by their tokens, go into the pass behind `prefix` tokens still to be computed.
 
-    The first request always gets one item, however long, so that everything accepted is scored.
-    """
-    taken: list[int] = []
-    left = budget
-    for waiting in queue:
-        count, cost = 0, 0 if waiting.prefix_each else waiting.prefix
-        for item in waiting.items[: max_items - sum(taken)]:
-            more = item + (waiting.prefix if waiting.prefix_each else 0)
-            if cost + more > left and (any(taken) or count):
-                break
-            cost += more
-            count += 1
-        taken.append(count)
-        left -= cost if count else 0
-        if left <= 0:
-            break
-    return tuple(taken) + (0,) * (len(queue) - len(taken))
+        prefix_each: every item computes the prefix for itself (naive).
+        """
+        each = prefix if prefix_each else 0
+        ends = np.cumsum(np.array(items, np.int64) + each) + (0 if prefix_each else prefix)
+        count = int(np.searchsorted(ends, self.tokens, side="right"))
+        count = min(max(count, 0 if self._any else 1), self.items, len(items))
+        together = len(items) and ends[-1] <= self._whole and count < len(items)
+        if not count or (together and self._any):
+            return 0
+        self.tokens -= int(ends[count - 1])
+        self.items -= count
+        self._any = True
+        return count

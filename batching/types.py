@@ -45,6 +45,9 @@ class TokenizedRequest:
     prefix     [P]  token ids; P may be 0
     normalize       also read the log-sum-exp over the vocabulary at every read
     strategy        None: the service chooses
+    tenant          whose share and whose cached prefixes these are
+    priority        class: higher ones have their turn earlier
+    partial_ok      at the deadline, take what is scored
     """
 
     prefix: Ints
@@ -53,6 +56,7 @@ class TokenizedRequest:
     strategy: Strategy | None = None
     tenant: str = ""
     priority: int = 0
+    partial_ok: bool = False
 
     @property
     def item_tokens(self) -> int:
@@ -135,9 +139,13 @@ class Reads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestScores:
-    """A request's answer: one Scored an item, in the request's order, and what it cost."""
+    """A request's answer: one Scored an item, in the request's order, and what it cost.
 
-    scored: tuple[Scored, ...]
+    scored                None for an item whose deadline came first
+    cached_prefix_tokens  of the prefix: in the cache when the request had its first turn
+    """
+
+    scored: tuple[Scored | None, ...]
     reason: str
     computed_tokens: int
     cached_prefix_tokens: int

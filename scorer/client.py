@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Self, TypedDict, Unpack, cast
 
 import grpc
@@ -21,7 +21,7 @@ import grpc
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer import affinity
-from scorer.client_errors import FieldViolation, ScorerError, raise_unless_passing, scorer_error
+from scorer.client_errors import FieldViolation, ScorerError, error_of, raise_unless_passing, scorer_error
 
 __all__ = ["AsyncScorerClient", "FieldViolation", "RequestOptions", "ScorerClient", "ScorerError", "build_request"]
 
@@ -57,6 +57,7 @@ class RequestOptions(TypedDict, total=False):
     label_logits: bool
     vocabulary_probabilities: bool
     label_texts: Sequence[str]
+    partial_ok: bool
     tenant: str
     priority: pb.Priority.ValueType
 
@@ -88,13 +89,14 @@ def build_request(query: str, documents: Sequence[str], **options: Unpack[Reques
                 vocabulary_probabilities=options.get("vocabulary_probabilities", False),
             ),
             label_texts=options.get("label_texts", ()),
+            partial_ok=options.get("partial_ok", False),
         ),
         tenant=options.get("tenant", ""),
         priority=options.get("priority", pb.PRIORITY_UNSPECIFIED),
     )
 
 
-def _metadata(request: pb.ScoreRequest | None, token: str | None) -> tuple[tuple[str, str], ...]:
+def _metadata(request: pb.ScoreRequest | pb.WarmPrefixRequest | None, token: str | None) -> tuple[tuple[str, str], ...]:
     found = affinity.affinity(request) if request is not None else ""
     own = ((affinity.HEADER, found),) if found else ()
     authorization = (("authorization", f"Bearer {token}"),) if token else ()
@@ -148,6 +150,35 @@ class ScorerClient:
         """Scores a request built by hand. Raises ScorerError."""
         try:
             return self._stub.Score(request, timeout=timeout, metadata=_metadata(request, self._token))
+        except grpc.RpcError as error:
+            raise scorer_error(error) from None
+
+    def score_stream(
+        self,
+        requests: Iterable[pb.ScoreRequest],
+        *,
+        request_timeout: float | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> Iterator[tuple[str, pb.ScoreResponse | ScorerError]]:
+        """Scores many requests on one call; yields each answer with its request_id when it is done.
+
+        request_timeout: each one's own deadline in seconds; timeout: that of the whole call. A request that fails is an
+        answer too. Each request needs a request_id of its own. Raises ScorerError where the call itself fails.
+        """
+        try:
+            metadata = _metadata(None, self._token)
+            wrapped = _wrapped(requests, request_timeout)
+            for response in self._stub.ScoreStream(wrapped, timeout=timeout, metadata=metadata):
+                yield _unwrapped(response)
+        except grpc.RpcError as error:
+            raise scorer_error(error) from None
+
+    def warm_prefix(
+        self, request: pb.WarmPrefixRequest, timeout: float | None = DEFAULT_TIMEOUT
+    ) -> pb.WarmPrefixResponse:
+        """Computes a prefix before its documents are known. Raises ScorerError."""
+        try:
+            return self._stub.WarmPrefix(request, timeout=timeout, metadata=_metadata(request, self._token))
         except grpc.RpcError as error:
             raise scorer_error(error) from None
 
@@ -220,6 +251,31 @@ class AsyncScorerClient:
         except grpc.RpcError as error:
             raise scorer_error(error) from None
 
+    async def score_stream(
+        self,
+        requests: AsyncIterable[pb.ScoreRequest] | Iterable[pb.ScoreRequest],
+        *,
+        request_timeout: float | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> AsyncIterator[tuple[str, pb.ScoreResponse | ScorerError]]:
+        """See ScorerClient.score_stream."""
+        try:
+            metadata = _metadata(None, self._token)
+            wrapped = _wrapped_async(requests, request_timeout)
+            async for response in self._stub.ScoreStream(wrapped, timeout=timeout, metadata=metadata):
+                yield _unwrapped(response)
+        except grpc.RpcError as error:
+            raise scorer_error(error) from None
+
+    async def warm_prefix(
+        self, request: pb.WarmPrefixRequest, timeout: float | None = DEFAULT_TIMEOUT
+    ) -> pb.WarmPrefixResponse:
+        """See ScorerClient.warm_prefix."""
+        try:
+            return await self._stub.WarmPrefix(request, timeout=timeout, metadata=_metadata(request, self._token))
+        except grpc.RpcError as error:
+            raise scorer_error(error) from None
+
     async def model_info(self, timeout: float | None = DEFAULT_TIMEOUT) -> pb.GetModelInfoResponse:
         """See ScorerClient.model_info."""
         try:
@@ -252,3 +308,25 @@ class AsyncScorerClient:
 
 def _raw(message: bytes) -> bytes:
     return message
+
+
+def _wrapped(requests: Iterable[pb.ScoreRequest], timeout: float | None) -> Iterator[pb.ScoreStreamRequest]:
+    for request in requests:
+        yield pb.ScoreStreamRequest(request=request, timeout_seconds=timeout or 0.0)
+
+
+async def _wrapped_async(
+    requests: AsyncIterable[pb.ScoreRequest] | Iterable[pb.ScoreRequest], timeout: float | None
+) -> AsyncIterator[pb.ScoreStreamRequest]:
+    if isinstance(requests, AsyncIterable):
+        async for request in requests:
+            yield pb.ScoreStreamRequest(request=request, timeout_seconds=timeout or 0.0)
+    else:
+        for message in _wrapped(requests, timeout):
+            yield message
+
+
+def _unwrapped(response: pb.ScoreStreamResponse) -> tuple[str, pb.ScoreResponse | ScorerError]:
+    if response.WhichOneof("result") == "response":
+        return response.request_id, response.response
+    return response.request_id, error_of(response.error)

@@ -8,6 +8,8 @@ from typing import cast
 
 import grpc
 
+from prefixrank.v1 import scorer_pb2 as pb
+
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
@@ -54,18 +56,27 @@ def scorer_error(error: grpc.RpcError) -> ScorerError:
     return ScorerError(call.code(), call.details() or "", violations, retry)
 
 
+def error_of(status: pb.Status) -> ScorerError:
+    """What an error that came as a message says."""
+    codes = {code.value[0]: code for code in grpc.StatusCode}
+    return ScorerError(codes.get(status.code, grpc.StatusCode.UNKNOWN), status.message, *_told(status))
+
+
 def _details(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[list[FieldViolation], float | None]:
-    """What google.rpc.Status says, where its messages are installed (googleapis-common-protos)."""
+    """What the status in a call's metadata says beside code and message."""
     status_bytes = next((value for key, value in metadata if key == "grpc-status-details-bin"), None)
-    if not isinstance(status_bytes, bytes):
-        return [], None
+    return _told(pb.Status.FromString(status_bytes)) if isinstance(status_bytes, bytes) else ([], None)
+
+
+def _told(status: pb.Status) -> tuple[list[FieldViolation], float | None]:
+    """Its details, where their messages are installed (googleapis-common-protos)."""
     try:
-        from google.rpc import error_details_pb2, status_pb2
+        from google.rpc import error_details_pb2
     except ImportError:
         return [], None
     violations: list[FieldViolation] = []
     retry: float | None = None
-    for detail in status_pb2.Status.FromString(status_bytes).details:
+    for detail in status.details:
         bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         if detail.Unpack(bad_request):
             violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from batching.shares import FairShares
 from scorer.errors import ConfigError
 
 ENV_PREFIX = "PREFIXRANK_"
@@ -92,7 +93,12 @@ class Config(BaseModel):
     )
 
     page_size: int = Field(16, ge=1, le=256, description="tokens of one K/V page")
-    cache_tokens: int = Field(16384, ge=0, description="tokens of prefix K/V kept between the passes of a request")
+    cache_tokens: int = Field(
+        16384, ge=0, description="tokens of prefix K/V kept for later passes and requests; 0: none"
+    )
+    tenant_weights: dict[str, float] = Field(
+        {}, description="fair shares of tenants that differ from 1, as NAME=WEIGHT,NAME=WEIGHT or a table"
+    )
     attention: Literal["auto", "torch", "flashinfer"] = Field("auto", description="what computes the attention")
     compile: Literal["auto", "off"] = Field(
         "auto",
@@ -113,6 +119,20 @@ class Config(BaseModel):
         None, description="OTLP/gRPC collector of traces, http://HOST:4317 (needs the otel extra); None: no traces"
     )
     require_golden: bool = Field(False, description="refuse to start on a profile without golden scores")
+
+    @field_validator("tenant_weights", mode="before")
+    @classmethod
+    def _weights(cls, value: Any) -> Any:
+        """From a flag or the environment it comes as text."""
+        if not isinstance(value, str):
+            return value
+        return dict(pair.rpartition("=")[::2] for pair in value.split(",") if pair)
+
+    @field_validator("tenant_weights")
+    @classmethod
+    def _positive(cls, value: dict[str, float]) -> dict[str, float]:
+        FairShares(value)  # says which is not above 0
+        return value
 
     @classmethod
     def read(

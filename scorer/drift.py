@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from attention.plans import Strategy
-from batching.batcher import BatchingError
+from batching.errors import BatchingError
 from batching.types import RequestScores, Scored, TokenizedRequest
 from scorer.heads import Kind, verdict
 
@@ -48,9 +48,10 @@ class Sampler:
         self._seen += 1
         if self._random.randrange(self._seen):
             return
-        count = len(request.items)
-        items = tuple(sorted(self._random.sample(range(count), min(ITEMS, count))))
-        self._sample = Sample(request, items, tuple(scores.scored[item] for item in items))
+        done = [(item, scored) for item, scored in enumerate(scores.scored) if scored is not None]
+        chosen = sorted(self._random.sample(range(len(done)), min(ITEMS, len(done))))
+        if chosen:
+            self._sample = Sample(request, tuple(done[i][0] for i in chosen), tuple(done[i][1] for i in chosen))
 
     def take(self) -> Sample | None:
         """The sample, and a new beginning."""
@@ -65,8 +66,10 @@ async def drift(sample: Sample, submit: Submit, kind: Kind) -> float:
     """
     worst = 0.0
     for item, before in zip(sample.items, sample.scored, strict=True):
-        alone = replace(sample.request, items=(sample.request.items[item],), strategy=Strategy.NAIVE, priority=LOW)
+        items = (sample.request.items[item],)
+        alone = replace(sample.request, items=items, strategy=Strategy.NAIVE, priority=LOW, partial_ok=False)
         (again,) = (await submit(alone, None)).scored
+        assert again is not None, "without partial_ok every item is scored"
         worst = max(worst, _difference(verdict(before, kind).score, verdict(again, kind).score))
     return worst
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from attention.plans import Strategy
 from prefixrank.v1 import scorer_pb2 as pb
+from scorer.batching_metrics import BatchingMetrics
 from scorer.drift import RESULTS
 
 STAGES = ("tokenize", "queue", "plan", "forward", "total")
@@ -86,6 +87,7 @@ class Metrics:
         self.request_tokens = histogram("request_tokens", "Prefix and item tokens of an answered call", TOKENS)
         self.in_flight = Gauge("prefixrank_in_flight_requests", "Score calls under way", registry=registry)
         self.queue_tokens = Gauge("prefixrank_queue_tokens", "Tokens that wait for a pass", registry=registry)
+        self.batching = BatchingMetrics(registry)
         self.model = Info("prefixrank_model", "What is served; no labels until it is loaded", registry=registry)
         Info("prefixrank_build", "The version of the service", registry=registry).info({"version": version})
 

@@ -13,7 +13,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from batching.batcher import Closed, Expired, QueueFull
+from batching.errors import Closed, Expired, NotAdmitted
 from scorer.errors import (
     DeadlineExceeded,
     Forbidden,
@@ -40,7 +40,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NotAdmitted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Expired: grpc.StatusCode.DEADLINE_EXCEEDED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
@@ -84,8 +84,9 @@ def refusal_of(error: Exception, code: grpc.StatusCode) -> Refusal:
     if isinstance(error, InvalidRequest):
         return _invalid(error.violations)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_SECONDS))
-        return Refusal(code, _cut(str(error)), retry)
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(1e9 * (error.retry_after if isinstance(error, NotAdmitted) else RETRY_SECONDS)))
+        return Refusal(code, _cut(str(error)), error_details_pb2.RetryInfo(retry_delay=delay))
     return Refusal(code, _cut(str(error)))
 
 

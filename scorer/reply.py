@@ -26,8 +26,11 @@ def document_results(
         result = _unscored(document)
         if scores is not None and document.item is not None:
             scored = scores.scored[document.item]
-            result.strategy = _strategy(scored.strategy)
-            _fill(result, verdict(scored, kind), tokenized.labels, request.options.outputs)
+            if scored is None:
+                result.status, result.message = pb.DOCUMENT_STATUS_DEADLINE, "the deadline came before its turn"
+            else:
+                result.strategy = _strategy(scored.strategy)
+                _fill(result, verdict(scored, kind), tokenized.labels, request.options.outputs)
             if result.status == pb.DOCUMENT_STATUS_OK:
                 result.score_kind = score_kind
         results.append(result)
@@ -99,8 +102,8 @@ def _best(results: Sequence[pb.DocumentResult], n: int) -> list[pb.DocumentResul
     return sorted(scored, key=lambda r: (-r.score, r.index))[:n]
 
 
-def _choice(scored: Sequence[Scored], reason: str) -> pb.StrategyChoice:
-    counts = Counter(s.strategy for s in scored)
+def _choice(scored: Sequence[Scored | None], reason: str) -> pb.StrategyChoice:
+    counts = Counter(s.strategy for s in scored if s is not None)
     shares = [pb.StrategyShare(strategy=_strategy(s), documents=n) for s, n in sorted(counts.items())]
     return pb.StrategyChoice(shares=shares, reason=reason)
 

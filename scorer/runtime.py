@@ -14,9 +14,11 @@ from attention.kv_pages import KvPages
 from attention.plans import Strategy
 from attention.strategy import Attention
 from attention.timing import TimeModel, built_in
-from batching.batcher import Batcher, BatcherLimits
+from batching.batcher import Batcher, BatcherLimits, Scheduling
 from batching.page_pool import PagePool
+from batching.prefix_cache import PrefixCache
 from batching.select import Measured, Policy, Replayed, Threshold
+from batching.shares import FairShares
 from scorer.config import EMBEDDED, Config, Limits
 from scorer.embedded import embedded_model
 from scorer.engine import Engine
@@ -94,9 +96,11 @@ class Runtime:
             engine=engine,
             batcher=Batcher(
                 engine.execute,
-                BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens, config.page_size),
+                BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens),
                 _policy(config, model, attention, time_model, fast is not None),
-                PagePool(kept_pages),
+                PrefixCache(PagePool(kept_pages), config.page_size),
+                scheduling=Scheduling(shares=FairShares(config.tenant_weights)),
+                salt=f"{source}\0{profile.revision}".encode(),
             ),
             limits=limits,
             info=ModelInfo(

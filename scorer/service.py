@@ -7,13 +7,15 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from batching.scheduler import Asked
 from batching.select import StrategyError
 from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
@@ -26,9 +28,11 @@ from scorer.errors import InvalidRequest, Overloaded, Unavailable
 from scorer.metrics import Metrics
 from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, score_response
-from scorer.tokenized import Tokenized
+from scorer.stream import answers
+from scorer.tokenized import PRIORITIES
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
 from scorer.undecodable import Undecodable
+from scorer.warm import warm
 
 if TYPE_CHECKING:
     from scorer.runtime import Runtime
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 SCORE_METHODS = frozenset({f"/{pb.DESCRIPTOR.services_by_name['ScorerService'].full_name}/Score"})
 
@@ -43,6 +48,8 @@ TOKENIZER_THREADS = 2
 
 # gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
 DEADLINE_SLACK = 0.01
+# What partial_ok keeps of the deadline for the reply: so many seconds, and no more than this part of what is left.
+REPLY_SECONDS, REPLY_PART = 0.02, 0.1
 
 
 def register(service: ScorerService, server: grpc.aio.Server) -> None:
@@ -52,6 +59,12 @@ def register(service: ScorerService, server: grpc.aio.Server) -> None:
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Score": grpc.unary_unary_rpc_method_handler(
             service.Score, _decoder(pb.ScoreRequest), pb.ScoreResponse.SerializeToString
+        ),
+        "ScoreStream": grpc.stream_stream_rpc_method_handler(
+            service.ScoreStream, _decoder(pb.ScoreStreamRequest), pb.ScoreStreamResponse.SerializeToString
+        ),
+        "WarmPrefix": grpc.unary_unary_rpc_method_handler(
+            service.WarmPrefix, _decoder(pb.WarmPrefixRequest), pb.WarmPrefixResponse.SerializeToString
         ),
         "GetModelInfo": grpc.unary_unary_rpc_method_handler(
             service.GetModelInfo, _decoder(pb.GetModelInfoRequest), pb.GetModelInfoResponse.SerializeToString
@@ -65,7 +78,7 @@ def _decoder(kind: type[M]) -> Callable[[bytes], M | Undecodable]:
         try:
             return kind.FromString(data)
         except DecodeError:
-            return Undecodable(kind.DESCRIPTOR.full_name, len(data))
+            return Undecodable.of(kind.DESCRIPTOR.full_name, len(data))
 
     return decode
 
@@ -104,6 +117,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._runtime, self._refusing = runtime, None
         self._metrics.serving.set(1)
         self._metrics.watch_queue(lambda: runtime.batcher.queued_tokens)
+        runtime.batcher.observer = self._metrics.batching
+        self._metrics.batching.watch_cache(runtime.batcher.cache)
         self._metrics.model.info(_model_labels(runtime))
 
     def refuse(self, reason: str) -> None:
@@ -182,6 +197,47 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """Counts a scoring call that was refused before it got here."""
         self._metrics.requests.labels(code.name).inc()
 
+    async def ScoreStream(  # noqa: N802
+        self,
+        requests: AsyncIterator[pb.ScoreStreamRequest | Undecodable],
+        context: grpc.aio.ServicerContext[pb.ScoreStreamRequest, pb.ScoreStreamResponse],
+    ) -> AsyncIterator[pb.ScoreStreamResponse]:
+        """Scores requests as they come and answers each when it is done; see the proto."""
+        metadata = context.invocation_metadata()
+        caller = self.access.caller(authorization(metadata))  # the guard before every method refuses others
+
+        async def call(request: pb.ScoreRequest | Undecodable, remaining: float | None) -> pb.ScoreResponse:
+            return await self.answer(request, remaining, caller, trace_of(metadata))
+
+        async with aclosing(answers(requests, context.time_remaining, call)) as answered:
+            async for response in answered:
+                yield response
+
+    async def WarmPrefix(  # noqa: N802
+        self,
+        request: pb.WarmPrefixRequest | Undecodable,
+        context: grpc.aio.ServicerContext[pb.WarmPrefixRequest, pb.WarmPrefixResponse],
+    ) -> pb.WarmPrefixResponse:
+        """Computes a prefix before its documents are known; see the proto."""
+        self._enter()
+        code = grpc.StatusCode.CANCELLED
+        try:
+            remaining = context.time_remaining()
+            deadline = None if remaining is None else time.monotonic() + remaining
+            caller = self.access.caller(authorization(context.invocation_metadata()))
+            asked = _decoded(request)
+            asked.tenant = caller.tenant_of(asked.tenant)
+            self.access.count(caller)
+            response = await warm(self._accepting(), asked, deadline, self._on_tokenizer)
+            code = grpc.StatusCode.OK
+            return response
+        except Exception as error:  # noqa: BLE001  every call ends with a status
+            refusal = self._refusal(error)
+            code = refusal.code
+            await abort(context, refusal)
+        finally:
+            self._leave(code)
+
     async def GetModelInfo(  # noqa: N802
         self,
         request: pb.GetModelInfoRequest | Undecodable,
@@ -205,8 +261,13 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """
         started = time.perf_counter()
         runtime = self._accepting()
-        tokenized = await self._tokenize(runtime, request)
+        deadline = _reply_in_time(request, deadline)
+        size = request.ByteSize()
+        asked = Asked(request.tenant, PRIORITIES.get(request.priority, 0), request.options.partial_ok)
+        runtime.batcher.admit_bytes(size, asked, deadline)
+        tokenized = await self._on_tokenizer(runtime.tokenization.tokenize, request)
         tokenize_seconds = time.perf_counter() - started
+        runtime.batcher.learn_size(size, tokenized.request.tokens if tokenized.request else 0)
         scores = None if tokenized.request is None else await _submit(runtime, tokenized.request, deadline)
         results = document_results(request, tokenized, scores, runtime.profile.kind)
         response = score_response(request, runtime, tokenized, scores, results)
@@ -217,7 +278,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             self._sampler.offer(tokenized.request, scores)
         return response
 
-    async def _tokenize(self, runtime: Runtime, request: pb.ScoreRequest) -> Tokenized:
+    async def _on_tokenizer(self, tokenize: Callable[[M], T], request: M) -> T:
+        """Runs on a tokenizer's thread. Raises Overloaded where too many bytes wait for one."""
         size = request.ByteSize()
         with self._tokenizing_lock:
             waiting, limit = self._tokenizing_bytes, self._max_tokenizing_bytes
@@ -225,7 +287,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
                 told = f"{waiting} bytes wait to be tokenized and this request has {size}: the limit is {limit}"
                 raise Overloaded(told)
             self._tokenizing_bytes += size
-        work = self._tokenizers.submit(runtime.tokenization.tokenize, request)
+        work = self._tokenizers.submit(tokenize, request)
         # Not where the await ends: a thread goes on with the text of a caller who has gone.
         work.add_done_callback(lambda _: self._tokenized(size))
         return await asyncio.wrap_future(work)
@@ -276,6 +338,13 @@ def _decoded(request: M | Undecodable) -> M:
     if isinstance(request, Undecodable):
         raise request.error()
     return request
+
+
+def _reply_in_time(request: pb.ScoreRequest, deadline: float | None) -> float | None:
+    """Who takes a part at the deadline must have it before: a little time is kept for the reply."""
+    if deadline is None or not request.options.partial_ok:
+        return deadline
+    return deadline - min(REPLY_SECONDS, REPLY_PART * (deadline - time.monotonic()))
 
 
 async def _submit(runtime: Runtime, request: TokenizedRequest, deadline: float | None) -> RequestScores:

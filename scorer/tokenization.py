@@ -25,7 +25,7 @@ from scorer.labels import Labels
 from scorer.profile import DOCUMENT, INSTRUCTION, QUERY, SEAM, Profile
 from scorer.seams import AWKWARD_DOCUMENTS, AWKWARD_QUERIES, Apart, check_seams
 from scorer.template import Slot, chat, filled, pieces, template_pieces
-from scorer.tokenized import DocumentTokens, Label, Status, Tokenized
+from scorer.tokenized import PRIORITIES, DocumentTokens, Label, Status, Tokenized
 from scorer.truncation import Cutting
 from scorer.validation import Violations, check_documents, check_options, check_prefix, short
 
@@ -37,7 +37,6 @@ _SEAM_MARK = "\ue000"  # stands for a seam in the texts of the proof, whose docu
 _STRATEGIES = {
     number: Strategy(name.removeprefix("STRATEGY_").lower()) if number else None for name, number in pb.Strategy.items()
 }
-_PRIORITIES = {pb.PRIORITY_UNSPECIFIED: 0, pb.PRIORITY_LOW: -1, pb.PRIORITY_NORMAL: 0, pb.PRIORITY_HIGH: 1}
 
 
 def load_tokenizer(source: str | Path, allow_download: bool = False) -> PreTrainedTokenizerFast:
@@ -116,6 +115,22 @@ class Tokenization:
     def item_end(self) -> int | None:
         """The last token of every item that is written by the template; None where the item ends with the query."""
         return None if self._fixed_tail is None else int(self._fixed_tail.ids[-1])
+
+    def prefix(self, request: pb.WarmPrefixRequest) -> Ints:
+        """The ids of a prefix alone. Raises InvalidRequest naming every bad field."""
+        asked = pb.ScoreRequest(tenant=request.tenant)
+        if (which := request.WhichOneof("prefix")) is not None:
+            if which == "raw_text":
+                asked.raw_text = request.raw_text
+            else:
+                getattr(asked, which).CopyFrom(getattr(request, which))
+        bad = Violations()
+        check_prefix(asked, self._profile, self._limits, bad)
+        self._check_sizes(asked, bad)
+        bad.check()
+        ids = self._prefix_ids(asked, bad)
+        bad.check()
+        return ids
 
     def render(self, query: str, document: str, instruction: str | None = None) -> tuple[str, str]:
         """Prefix and item as text, control tokens written out: what a caller without this service would tokenize."""
@@ -225,7 +240,8 @@ class Tokenization:
             normalize=self._profile.kind == "query_likelihood" or request.options.outputs.vocabulary_probabilities,
             strategy=_STRATEGIES[request.options.strategy],
             tenant=request.tenant,
-            priority=_PRIORITIES[request.priority],
+            priority=PRIORITIES[request.priority],
+            partial_ok=request.options.partial_ok,
         )
         return Tokenized(tokenized if items else None, tuple(documents), labels, len(prefix))
 

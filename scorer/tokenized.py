@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from batching.types import TokenizedRequest
+from prefixrank.v1 import scorer_pb2 as pb
+
+PRIORITIES = {pb.PRIORITY_UNSPECIFIED: 0, pb.PRIORITY_LOW: -1, pb.PRIORITY_NORMAL: 0, pb.PRIORITY_HIGH: 1}
 
 
 class Status(StrEnum):

@@ -1,18 +1,22 @@
-"""Bytes that are no message."""
+"""What cannot be taken as a request, on its way to the one place that refuses and counts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scorer.errors import InvalidRequest
+from scorer.errors import InvalidRequest, Violation
 
 
 @dataclass(frozen=True, slots=True)
 class Undecodable:
-    """What arrived instead of a message of this kind."""
+    """What arrived instead of a request: bytes that are no message, or one that its stream has no place for."""
 
-    kind: str
-    bytes: int
+    problem: Violation
+
+    @classmethod
+    def of(cls, kind: str, size: int) -> Undecodable:
+        """`size` bytes instead of a message of this kind."""
+        return cls(Violation("request", f"{size} bytes that are none", f"the bytes of a {kind}"))
 
     def error(self) -> InvalidRequest:
-        return InvalidRequest.of("request", f"the bytes of a {self.kind}", f"{self.bytes} bytes that are none")
+        return InvalidRequest([self.problem])

@@ -16,6 +16,8 @@ PURE = [
     "batching.packing",
     "batching.select",
     "batching.page_pool",
+    "batching.prefix_cache",
+    "batching.scheduler",
     "batching.batcher",
 ]
 

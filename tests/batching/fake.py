@@ -1,12 +1,14 @@
 """A device that needs no model: a label's logit is a sum over what its item may see, and nothing else."""
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 
 from attention.plans import Strategy
 from batching.batcher import Batcher, BatcherLimits
 from batching.page_pool import PagePool
+from batching.prefix_cache import PrefixCache
 from batching.select import Threshold
 from batching.types import Item, PackedBatch, Reads, TokenizedRequest
 
@@ -29,12 +31,15 @@ def expected(asked, i):
     return [float(np.dot(visible, np.arange(1, len(visible) + 1))) + label for label in asked.items[i].read_ids[0]]
 
 
+PAGE = 4
+
+
 class FakeDevice:
-    """Computes with kept pages as a model would: a cached prefix is found by its pages, or the scores are wrong."""
+    """Computes with kept pages as a model would: a cached token is found in its page, or the scores are wrong."""
 
     def __init__(self):
         self.batches: list[PackedBatch] = []
-        self.kept: dict[tuple, list[int]] = {}
+        self.slots: dict[int, int] = {}
         self.failures: list[Exception] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -45,14 +50,14 @@ class FakeDevice:
         await asyncio.sleep(0)
         if self.failures:
             raise self.failures.pop(0)
+        return self.compute(batch)
+
+    def compute(self, batch):
         layout, tokens = batch.layout, {}
         for segment in range(layout.segments):
             first, last = layout.row_start[segment], layout.row_start[segment + 1]
-            pages = batch.pages[segment]
-            old = self.kept[tuple(pages)][: layout.cached[segment]] if layout.cached[segment] else []
-            tokens[segment] = [*old, *batch.input_ids[first:last]]
-            if pages is not None:
-                self.kept[tuple(pages)] = tokens[segment]
+            new = batch.input_ids[first:last].tolist()
+            tokens[segment] = [*self._kept(batch, segment, new)] if batch.pages[segment] is not None else new
         logits = []
         for row, first, last in zip(batch.read_rows, batch.read_indptr, batch.read_indptr[1:], strict=False):
             leaf = int(np.searchsorted(layout.row_start, row, side="right") - 1)
@@ -61,13 +66,54 @@ class FakeDevice:
             logits += [total + label for label in batch.read_ids[first:last]]
         return Reads(np.array(logits, np.float32), np.zeros(len(batch.read_rows), np.float32), 0.001, 0.01)
 
+    def _kept(self, batch, segment, new):
+        layout, pages = batch.layout, batch.pages[segment]
+        start, length, cached = (int(x[segment]) for x in (layout.start, layout.length, layout.cached))
+        slots = [pages[p // PAGE - start // PAGE] * PAGE + p % PAGE for p in range(start, start + length)]
+        assert len(pages) == -(-(start + length) // PAGE) - start // PAGE, "as many pages as the segment touches"
+        self.slots.update(zip(slots[cached:], new, strict=True))
+        return [self.slots[slot] for slot in slots]
+
+
+class TimedDevice(FakeDevice):
+    """Takes so long for each pass, by the loop's clock."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    async def __call__(self, batch):
+        self.batches.append(batch)
+        await asyncio.sleep(self.seconds)
+        return self.compute(batch)
+
+
+class Counting:
+    """An observer that remembers what it was told."""
+
+    def __init__(self):
+        self.counts = Counter()
+        self.fills = []
+
+    def refused(self, reason):
+        self.counts[reason] += 1
+
+    def missed(self):
+        self.counts["missed"] += 1
+
+    def cancelled(self):
+        self.counts["cancelled"] += 1
+
+    def ran(self, tokens, fill, requests):
+        self.fills.append((tokens, fill, requests))
+
 
 def batcher(device, pass_tokens=64, queue_tokens=10_000, pages=16, threshold=8, window=None, **kwargs):
     return Batcher(
         device,
-        BatcherLimits(pass_tokens, 2048, queue_tokens, page_size=4),
+        BatcherLimits(pass_tokens, 2048, queue_tokens),
         Threshold(threshold, window),
-        PagePool(pages),
+        PrefixCache(PagePool(pages), PAGE),
         **kwargs,
     )
 

@@ -1,14 +1,24 @@
 """Everything accepted gets its own scores or an error, whatever shares its passes."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from attention.plans import Strategy
-from batching.batcher import FAILURES_IN_A_ROW, Closed, DeviceFailed, Expired, QueueFull
+from batching.batcher import FAILURES_IN_A_ROW
+from batching.errors import Closed, DeviceFailed, Expired, QueueFull
 from batching.select import StrategyError
-from tests.batching.fake import FakeDevice, assert_right, batcher, request
+from loadtest.virtual_time import run as virtual
+from tests.batching.fake import PAGE, Counting, FakeDevice, TimedDevice, assert_right, batcher, expected, ids, request
+
+
+def pages_held(made):
+    """Pages that are neither free nor evictable; checks that none is lost."""
+    blocks = made.cache.blocks(list(made.cache._blocks))
+    assert made.cache.pool.free + len(blocks) == made.cache.pool.pages
+    return sum(block.users > 0 for block in blocks)
 
 
 def run(scenario):
@@ -45,18 +55,20 @@ def test_a_large_request_runs_as_several_passes_over_one_prefix(documents, strat
         else:
             assert answer.computed_tokens == 6 + documents * 4, "the prefix is computed once"
         await made.drain()
-        assert made._pool.free == 16, "every page is returned"
+        assert pages_held(made) == 0, "every page is returned"
 
     run(scenario())
 
 
-def test_no_page_is_free_and_the_prefix_is_computed_again():
+@pytest.mark.parametrize(("pages", "kept"), [(0, 0), (1, 4)])
+def test_where_pages_are_short_the_rest_of_the_prefix_is_computed_again(pages, kept):
     async def scenario():
-        made = batcher(FakeDevice(), pages=1)
+        made = batcher(FakeDevice(), pages=pages)
         asked = request(range(1, 7), *[[i, i, i] for i in range(60)])
         answer = await made.submit(asked)
         assert_right(asked, answer)
-        assert answer.computed_tokens == 6 * answer.passes + 60 * 3
+        assert answer.passes > 1
+        assert answer.computed_tokens == 6 * answer.passes - kept * (answer.passes - 1) + 60 * 3
 
     run(scenario())
 
@@ -155,12 +167,12 @@ def test_cancelling_stops_within_one_pass_and_returns_the_pages():
         await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.sleep(0.01)
-        assert made._pool.free < 16, "the device still writes to them"
+        assert pages_held(made) > 0, "the device still writes to them"
         device.gate.set()
         other = request([3], [4])
         assert_right(other, await made.submit(other))
         assert len(device.batches) == 2
-        assert made._pool.free == 16
+        assert pages_held(made) == 0
         assert made.queued_tokens == 0
 
     run(scenario())
@@ -175,7 +187,7 @@ def test_a_failing_pass_fails_only_its_own_requests():
             await made.submit(request([1, 2, 3], *[[i] * 10 for i in range(1, 20)]))
         asked = request([3], [4])
         assert_right(asked, await made.submit(asked))
-        assert made._pool.free == 16
+        assert pages_held(made) == 0
 
     run(scenario())
 
@@ -263,7 +275,7 @@ def test_many_callers_at_random():
 
         await asyncio.gather(*[caller() for _ in range(16)])
         await made.drain()
-        assert made._pool.free == 40
+        assert pages_held(made) == 0
         assert made.queued_tokens == 0
 
     run(scenario())
@@ -272,10 +284,196 @@ def test_many_callers_at_random():
 def test_a_fault_of_the_batcher_itself_leaves_nobody_waiting():
     async def scenario():
         made = batcher(FakeDevice())
-        made._pool.allocate = None  # composing a pass of several now raises
+        made.cache.pool.allocate = None  # composing a pass of several now raises
         with pytest.raises(Closed):
             await made.submit(request([1, 2, 3], *[[i] * 10 for i in range(1, 20)]))
         assert "itself failed" in await made.failed()
         await asyncio.gather(made._loop, return_exceptions=True)
+
+    run(scenario())
+
+
+# --- a part at the deadline
+
+
+def test_at_the_deadline_what_is_scored_is_returned_and_the_rest_is_not():
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        device = TimedDevice(0.1)
+        made = batcher(device, pass_tokens=16, clock=loop.time)
+        asked = request([1, 2], *[[i] * 4 for i in range(1, 21)], partial_ok=True)
+        answer = await made.submit(asked, deadline=loop.time() + 0.35)
+        assert loop.time() == pytest.approx(0.35)
+        done = [scored is not None for scored in answer.scored]
+        assert answer.passes == 3
+        assert 0 < sum(done) < 20
+        assert done == sorted(done, reverse=True)
+        for i, scored in enumerate(answer.scored[: sum(done)]):
+            assert scored.logits[0].tolist() == expected(asked, i)
+        await made.drain()
+        assert pages_held(made) == 0
+        assert len(device.batches) == 4, "the pass that ran was the last"
+
+    virtual(scenario())
+
+
+def test_without_leave_to_return_a_part_the_deadline_is_an_error_while_the_pass_runs_on():
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        made = batcher(TimedDevice(1.0), clock=loop.time)
+        made.observer = counted = Counting()
+        with pytest.raises(Expired):
+            await made.submit(request([1, 2], [3]), deadline=0.2)
+        assert loop.time() == pytest.approx(0.2)
+        assert counted.counts == {"missed": 1}
+        await made.drain()
+        assert pages_held(made) == 0
+
+    virtual(scenario())
+
+
+# --- equal documents of several requests
+
+
+def test_equal_documents_behind_equal_prefixes_are_computed_once_across_requests():
+    async def scenario():
+        device = TimedDevice(0.1)
+        made = batcher(device, pass_tokens=1000, clock=asyncio.get_running_loop().time)
+        first = asyncio.create_task(made.submit(request([9], [9])))
+        await asyncio.sleep(0.01)
+        same = [request([1, 2, 3], [7, 7], [n], [8, 8, 8]) for n in range(1, 6)]
+        others = [request([1, 2, 4], [7, 7]), request([1, 2, 3], [7, 7], tenant="other")]
+        answers = await asyncio.gather(*[made.submit(asked) for asked in (*same, *others)])
+        for asked, answer in zip((*same, *others), answers, strict=True):
+            assert_right(asked, answer)
+        await first
+        batch = device.batches[1]
+        assert len(device.batches) == 2
+        assert len(batch.shares) == 5 + 2 + 2, "the others are behind another prefix, or another tenant's"
+        assert sum(answer.computed_tokens for answer in answers) == batch.tokens
+
+    virtual(scenario())
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_goes_away_takes_no_score_from_those_who_wait_for_the_same(leaver):
+    async def scenario():
+        device = TimedDevice(0.1)
+        made = batcher(device, pass_tokens=12, clock=asyncio.get_running_loop().time)
+        running = asyncio.create_task(made.submit(request([9], [9])))
+        await asyncio.sleep(0.01)
+        asked = [request([1, 2, 3], *[[i, i] for i in range(1, 9)]) for _ in range(2)]
+        tasks = [asyncio.create_task(made.submit(one)) for one in asked]
+        await asyncio.sleep(0.15)  # the first pass of the two has begun
+        tasks[leaver].cancel()
+        assert_right(asked[1 - leaver], await tasks[1 - leaver])
+        await running
+        await made.drain()
+        assert len(made._in_flight) == 0
+        assert made.queued_tokens == 0
+        assert pages_held(made) == 0
+
+    virtual(scenario())
+
+
+# --- prefixes shared by requests
+
+
+@pytest.mark.parametrize("shared", [0, 3, 4, 5, 8, 13])
+def test_requests_that_begin_alike_compute_the_beginning_once(shared):
+    """By whole blocks of four; in one pass, and later from the cache."""
+
+    async def scenario():
+        device = TimedDevice(0.1)
+        made = batcher(device, pass_tokens=10_000, pages=100, clock=asyncio.get_running_loop().time)
+        running = asyncio.create_task(made.submit(request([9], [9])))
+        await asyncio.sleep(0.01)
+        common = list(range(50, 50 + shared))
+        asked = [request([*common, *range(n, n + 14 - shared)], [n], [n, n]) for n in (1, 20, 30)]
+        together = await asyncio.gather(*[made.submit(one) for one in asked])
+        later = await made.submit(asked[0])
+        for one, answer in zip([*asked, asked[0]], [*together, later], strict=True):
+            assert_right(one, answer)
+        blocks = shared // PAGE * PAGE
+        assert [answer.cached_prefix_tokens for answer in together] == [0, blocks, blocks]
+        assert device.batches[1].tokens == 3 * (14 + 3) - 2 * blocks == sum(a.computed_tokens for a in together)
+        assert later.cached_prefix_tokens == 14
+        assert later.computed_tokens == 3
+        await running
+
+    virtual(scenario())
+
+
+def test_a_tenant_gets_no_hit_from_another():
+    async def scenario():
+        made = batcher(FakeDevice(), pages=100)
+        for tenant, cached in (("a", 0), ("a", 12), ("b", 0), ("", 0), ("b", 12)):
+            answer = await made.submit(request(range(12), [1], tenant=tenant))
+            assert answer.cached_prefix_tokens == cached
+
+    run(scenario())
+
+
+def test_what_a_failed_pass_was_to_write_is_not_found_afterwards():
+    async def scenario():
+        device = FakeDevice()
+        made = batcher(device, pages=100)
+        device.failures = [RuntimeError("out of memory")]
+        asked = request(range(1, 12), [1], [2])
+        with pytest.raises(DeviceFailed):
+            await made.submit(asked)
+        assert len(made.cache) == 0
+        assert made.cache.pool.free == 100
+        answer = await made.submit(asked)
+        assert_right(asked, answer)
+        assert answer.cached_prefix_tokens == 0
+
+    run(scenario())
+
+
+def test_what_a_pass_with_nan_wrote_is_not_found_afterwards():
+    async def scenario():
+        device = FakeDevice()
+        made = batcher(device, pages=100, pass_tokens=24)
+        good = device.compute
+        device.compute = lambda batch: replace(good(batch), logits=np.full(len(batch.read_ids), np.nan, np.float32))
+        asked = request(range(1, 12), *[[i] * 4 for i in range(1, 9)])
+        spoiled = await made.submit(asked)
+        assert np.isnan(spoiled.scored[0].logits).all()
+        assert len(made.cache) == 0
+        device.compute = good
+        answer = await made.submit(asked)
+        assert_right(asked, answer)
+        assert answer.cached_prefix_tokens == 0
+        await made.drain()
+        assert pages_held(made) == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.NAIVE])
+def test_a_warmed_prefix_is_found_and_kept_while_others_come_and_go(strategy):
+    async def scenario():
+        now = [0.0]
+        device = FakeDevice()
+        made = batcher(device, pages=12, clock=lambda: now[0])
+        prefix = ids(*range(60, 74))
+        warmed = await made.warm(prefix, "t", keep=10.0)
+        assert (warmed.cached, warmed.kept) == (0, 14)
+        again = await made.warm(prefix, "t", keep=10.0)
+        assert again.cached == 14
+        passes = len(device.batches)
+        assert passes == 1, "what is warm is not computed again"
+        for n in range(12):
+            await made.submit(request(range(n * 20, n * 20 + 20), [1], tenant="t"))
+        asked = request(prefix, [5], [6, 6], tenant="t", strategy=strategy)
+        answer = await made.submit(asked)
+        assert_right(asked, answer)
+        assert answer.cached_prefix_tokens == 14
+        assert answer.computed_tokens == 3
+        now[0] = 11.0
+        for n in range(12):
+            await made.submit(request(range(n * 20, n * 20 + 40), [1], tenant="t"))
+        assert (await made.submit(asked)).cached_prefix_tokens < 14, "after its time it goes like others"
 
     run(scenario())

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from attention.plans import Strategy
 from batching.packing import Group, fold, pack, unpack
 from batching.page_pool import PagePool
-from batching.select import Threshold, Waiting, choose, take
+from batching.select import Budget, Threshold, choose
 from batching.types import Item, Reads, TokenizedRequest
 from tests.batching.fake import ids, item, request
 
@@ -82,23 +82,25 @@ def test_the_choice_is_by_length_and_says_why():
     assert choice.reason == "1 of 2 of at most 8 tokens: multi_item; 1 of 2 longer than 8 tokens: direct_ragged"
 
 
-waiting = st.builds(
-    Waiting, st.integers(0, 30), st.lists(st.integers(1, 40), min_size=1, max_size=8).map(tuple), st.booleans()
-)
+waiting = st.tuples(st.integers(0, 30), st.lists(st.integers(1, 40), min_size=1, max_size=8), st.booleans())
 
 
-@given(queue=st.lists(waiting, min_size=1, max_size=6), budget=st.integers(1, 100))
+@given(queue=st.lists(waiting, min_size=1, max_size=6), tokens=st.integers(1, 100))
 @settings(max_examples=200, deadline=None)
-def test_a_pass_keeps_its_budget_and_always_takes_something(queue, budget):
-    counts = take(queue, budget, 12)
-    assert len(counts) == len(queue)
+def test_a_pass_keeps_its_budget_and_always_takes_something(queue, tokens):
+    budget = Budget(tokens, 12)
+    counts = [0 if budget.full else budget.take(prefix, items, each) for prefix, items, each in queue]
+    costs = [
+        sum(items[:n]) + prefix * (n if each else min(n, 1))
+        for (prefix, items, each), n in zip(queue, counts, strict=True)
+    ]
     assert counts[0] >= 1
-    cost = 0
-    for w, count in zip(queue, counts, strict=True):
-        assert count <= len(w.items)
-        cost += sum(w.items[:count]) + w.prefix * (count if w.prefix_each else min(count, 1))
-    assert cost <= budget or sum(counts) == 1
+    assert sum(costs) <= tokens or sum(counts) == 1
     assert sum(counts) <= 12
+    for (prefix, items, each), count in zip(queue, counts, strict=True):
+        assert count <= len(items)
+        whole = sum(items) + prefix * (len(items) if each else 1)
+        assert count in (0, len(items)) or whole > tokens, "what fits into a pass stays together"
 
 
 def test_pages_come_back():

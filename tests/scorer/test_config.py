@@ -72,3 +72,16 @@ def test_every_setting_is_described():
 def test_converted_models_lie_in_the_users_cache(tmp_path):
     assert cache_dir({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "prefixrank"
     assert cache_dir({}).parts[-2:] == (".cache", "prefixrank")
+
+
+def test_tenant_weights_come_as_text_or_as_a_table(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text("[tenant_weights]\nads = 2\n", encoding="utf-8")
+    assert Config.read({}, {}, file).tenant_weights == {"ads": 2.0}
+    assert Config.read({"tenant_weights": "ads=2,search=0.5"}, {}).tenant_weights == {"ads": 2.0, "search": 0.5}
+
+
+@pytest.mark.parametrize("bad", ["ads", "ads=0", "ads=-1", "ads=much", "ads=nan"])
+def test_a_weight_that_is_none_stops_the_start(bad):
+    with pytest.raises(ConfigError, match="tenant_weights"):
+        Config.read({"tenant_weights": bad}, {})

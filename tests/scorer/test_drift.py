@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attention.plans import Strategy
-from batching.batcher import QueueFull
+from batching.errors import QueueFull
 from batching.types import Item, RequestScores, Scored, TokenizedRequest
 from scorer.client import build_request
 from scorer.config import Config

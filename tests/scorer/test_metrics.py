@@ -1,10 +1,14 @@
 import urllib.request
 
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from attention.plans import Strategy
+from batching.observer import Observer
+from batching.page_pool import PagePool
+from batching.prefix_cache import PrefixCache
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.metrics import STAGES, Metrics
 
@@ -22,6 +26,10 @@ def test_every_series_is_there_at_zero_before_traffic():
         assert before["prefixrank_documents_total", ("status", status)] == 0
     for stage in STAGES:
         assert before["prefixrank_stage_seconds_count", ("stage", stage)] == 0
+    for reason in ("queue_full", "deadline", "tenant_share"):
+        assert before["prefixrank_admission_refusals_total", ("reason", reason)] == 0
+    for found in ("pages", "nowhere"):
+        assert before["prefixrank_prefix_tokens_total", ("found", found)] == 0
     for strategy in Strategy:
         assert before["prefixrank_strategy_documents_total", ("strategy", strategy.value)] == 0
     for name in (
@@ -34,6 +42,13 @@ def test_every_series_is_there_at_zero_before_traffic():
         "request_tokens_count",
         "in_flight_requests",
         "queue_tokens",
+        "deadline_misses_total",
+        "cancelled_total",
+        "batch_fill_count",
+        "batch_requests_count",
+        "cache_evicted_blocks_total",
+        "cache_withdrawn_blocks_total",
+        "cache_blocks",
     ):
         assert before[f"prefixrank_{name}",] == 0
     assert before["prefixrank_build_info", ("version", "1")] == 1
@@ -106,3 +121,28 @@ def test_listens_on_a_port_of_its_own_and_stops():
     finally:
         endpoint.close()
     assert not endpoint.thread.is_alive()
+
+
+def test_what_the_batcher_and_its_cache_did_is_told():
+    metrics = Metrics("1")
+    cache = PrefixCache(PagePool(2), 4)
+    metrics.batching.watch_cache(cache)
+    for first in (0, 0, 50):
+        lease = cache.acquire(cache.chain(b"", np.arange(first, first + 8, dtype=np.int32)), 0.0)
+        cache.commit(lease)
+        cache.release(lease)
+    observer: Observer = metrics.batching
+    observer.refused("deadline")
+    observer.missed()
+    observer.cancelled()
+    observer.ran(512, 0.5, 3)
+    after = samples(metrics)
+    assert after["prefixrank_prefix_tokens_total", ("found", "pages")] == 8
+    assert after["prefixrank_prefix_tokens_total", ("found", "nowhere")] == 16
+    assert after["prefixrank_cache_evicted_blocks_total",] == 2
+    assert after["prefixrank_cache_blocks",] == 2
+    assert after["prefixrank_admission_refusals_total", ("reason", "deadline")] == 1
+    assert after["prefixrank_deadline_misses_total",] == after["prefixrank_cancelled_total",] == 1
+    assert after["prefixrank_batch_fill_bucket", ("le", "0.5")] == 1
+    assert after["prefixrank_batch_fill_bucket", ("le", "0.25")] == 0
+    assert after["prefixrank_batch_requests_sum",] == 3

@@ -420,6 +420,7 @@ def test_tokenising_64_calls_of_500_documents_leaves_health_quick(tiny):
     with process(tiny) as server:
         ended, waits = asyncio.run(scenario(server))
     codes = {error.code.name for error in ended if isinstance(error, ScorerError)}
-    assert codes <= {"DEADLINE_EXCEEDED"}  # two cores do not score 32,000 documents in eight seconds
+    # Two cores do not score 32,000 documents in eight seconds: what can be told to be late is refused at once.
+    assert codes <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
     assert told_waits(waits) < 0.05
     assert max(waits) < ended[-1].timings.tokenize_seconds  # none waited until all was tokenised

@@ -17,7 +17,9 @@ import torch
 from google.rpc import error_details_pb2, status_pb2
 
 from attention.plans import Strategy
-from batching.batcher import Closed, DeviceFailed, Expired, QueueFull
+from batching.errors import Closed, DeviceFailed, Expired, QueueFull
+from batching.page_pool import PagePool
+from batching.prefix_cache import PrefixCache
 from batching.select import StrategyError
 from batching.types import Item, RequestScores, Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
@@ -91,6 +93,8 @@ class FakeBatcher:
         self.gate.set()
         self.gone = asyncio.Event()
         self.submitted, self.cancelled, self.deadlines = 0, 0, []
+        self.looked_at, self.sizes = [], []
+        self.cache = PrefixCache(PagePool(0), 16)
         self.queued_tokens = 0
         self.drained = False
 
@@ -121,6 +125,12 @@ class FakeBatcher:
         logits = [float(x) for x in words[1:]] if words[0] == "logits" else [len(words) / 8, 0.0]
         strategy = Strategy.MULTI_ITEM if len(words) < 4 else Strategy.DIRECT_RAGGED
         return Scored(np.array([logits], np.float32), np.array([5.0], np.float32) if normalize else None, strategy)
+
+    def admit_bytes(self, size, asked, deadline):
+        self.looked_at.append((size, asked))
+
+    def learn_size(self, size, tokens):
+        self.sizes.append((size, tokens))
 
     async def failed(self):
         await self.gone.wait()
@@ -651,6 +661,7 @@ def test_one_nan_in_the_weights_costs_only_the_documents_that_reach_it(model_dir
         sick_id = runtime.tokenization.tokenize(build_request("q", ["7"])).request.items[0].ids
         healthy_id = runtime.tokenization.tokenize(build_request("q", ["b"])).request.items[0].ids
         (sick,) = set(sick_id.tolist()) - set(healthy_id.tolist())
+        await at.client.score("q", ["a b"])  # from here on the prefix is cached, so both compute the same rows
         before = await at.client.score("q", ["a b", "x 7", "b c d"])
         with torch.no_grad():
             runtime.engine.model.hf.get_input_embeddings().weight[sick] = math.nan

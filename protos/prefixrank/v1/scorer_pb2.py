@@ -22,59 +22,72 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixrank/v1/scorer.proto\x12\rprefixrank.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"E\n\x0bQueryPrefix\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x18\n\x0binstruction\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_instruction\"\x8a\x01\n\x08\x44ocument\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x12\n\x08raw_text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.prefixrank.v1.TokenIdsH\x00\x12\x15\n\rtarget_tokens\x18\x05 \x01(\rB\t\n\x07\x63ontent\"G\n\rOutputOptions\x12\x14\n\x0clabel_logits\x18\x01 \x01(\x08\x12 \n\x18vocabulary_probabilities\x18\x02 \x01(\x08\"\xf5\x01\n\x0cScoreOptions\x12)\n\x08strategy\x18\x01 \x01(\x0e\x32\x17.prefixrank.v1.Strategy\x12\x1f\n\x17max_tokens_per_document\x18\x02 \x01(\r\x12-\n\ntruncation\x18\x03 \x01(\x0e\x32\x19.prefixrank.v1.Truncation\x12\r\n\x05top_n\x18\x04 \x01(\r\x12-\n\x07outputs\x18\x05 \x01(\x0b\x32\x1c.prefixrank.v1.OutputOptions\x12\x13\n\x0blabel_texts\x18\x06 \x03(\t\x12\x17\n\x0flabel_token_ids\x18\x07 \x03(\r\"\xb0\x02\n\x0cScoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x05query\x18\x02 \x01(\x0b\x32\x1a.prefixrank.v1.QueryPrefixH\x00\x12\x12\n\x08raw_text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.prefixrank.v1.TokenIdsH\x00\x12*\n\tdocuments\x18\x05 \x03(\x0b\x32\x17.prefixrank.v1.Document\x12,\n\x07options\x18\x06 \x01(\x0b\x32\x1b.prefixrank.v1.ScoreOptions\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12)\n\x08priority\x18\x08 \x01(\x0e\x32\x17.prefixrank.v1.PriorityB\x08\n\x06prefix\"|\n\nLabelScore\x12\r\n\x05label\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\r\n\x05logit\x18\x03 \x01(\x02\x12#\n\x16vocabulary_probability\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x19\n\x17_vocabulary_probability\"\xbf\x03\n\x0e\x44ocumentResult\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12-\n\x06status\x18\x03 \x01(\x0e\x32\x1d.prefixrank.v1.DocumentStatus\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x12\n\x05score\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12,\n\nscore_kind\x18\x06 \x01(\x0e\x32\x18.prefixrank.v1.ScoreKind\x12/\n\x0clabel_logits\x18\x07 \x03(\x0b\x32\x19.prefixrank.v1.LabelScore\x12\x15\n\x08log_odds\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0bprobability\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x0e\n\x06tokens\x18\n \x01(\r\x12\x17\n\x0f\x64ocument_tokens\x18\x0b \x01(\r\x12 \n\x18original_document_tokens\x18\x0c \x01(\r\x12\x11\n\ttruncated\x18\r \x01(\x08\x12)\n\x08strategy\x18\x0e \x01(\x0e\x32\x17.prefixrank.v1.StrategyB\x08\n\x06_scoreB\x0b\n\t_log_oddsB\x0e\n\x0c_probability\"\x80\x01\n\x05Usage\x12\x15\n\rprefix_tokens\x18\x01 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prefix_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bitem_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12\x14\n\x0csaved_tokens\x18\x05 \x01(\x04\"\x80\x01\n\x07Timings\x12\x18\n\x10tokenize_seconds\x18\x01 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cplan_seconds\x18\x03 \x01(\x01\x12\x17\n\x0f\x66orward_seconds\x18\x04 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x05 \x01(\x01\"M\n\rStrategyShare\x12)\n\x08strategy\x18\x01 \x01(\x0e\x32\x17.prefixrank.v1.Strategy\x12\x11\n\tdocuments\x18\x02 \x01(\r\"N\n\x0eStrategyChoice\x12,\n\x06shares\x18\x01 \x03(\x0b\x32\x1c.prefixrank.v1.StrategyShare\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x9c\x02\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x07results\x18\x02 \x03(\x0b\x32\x1d.prefixrank.v1.DocumentResult\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.prefixrank.v1.Usage\x12\'\n\x07timings\x18\x04 \x01(\x0b\x32\x16.prefixrank.v1.Timings\x12/\n\x08strategy\x18\x05 \x01(\x0b\x32\x1d.prefixrank.v1.StrategyChoice\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0f\n\x07profile\x18\x07 \x01(\t\x12\x18\n\x10profile_revision\x18\x08 \x01(\t\x12\x0e\n\x06passes\x18\t \x01(\r\"\x15\n\x13GetModelInfoRequest\"=\n\tLabelInfo\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x10\n\x08positive\x18\x03 \x01(\x08\"\xeb\x01\n\x06Limits\x12\x15\n\rmax_documents\x18\x01 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x02 \x01(\r\x12\x17\n\x0fmax_pass_tokens\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x18\n\x10max_query_tokens\x18\x05 \x01(\r\x12#\n\x1b\x64\x65\x66\x61ult_tokens_per_document\x18\x06 \x01(\r\x12\x1f\n\x17max_tokens_per_document\x18\x07 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x08 \x01(\x04\"\x86\x03\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0f\n\x07profile\x18\x05 \x01(\t\x12\x18\n\x10profile_revision\x18\x06 \x01(\t\x12\x18\n\x10profile_verified\x18\x07 \x01(\x08\x12,\n\nscore_kind\x18\x08 \x01(\x0e\x32\x18.prefixrank.v1.ScoreKind\x12(\n\x06labels\x18\t \x03(\x0b\x32\x18.prefixrank.v1.LabelInfo\x12%\n\x06limits\x18\n \x01(\x0b\x32\x15.prefixrank.v1.Limits\x12+\n\nstrategies\x18\x0b \x03(\x0e\x32\x17.prefixrank.v1.Strategy\x12\x0f\n\x07\x62\x61\x63kend\x18\x0c \x01(\t\x12\x0f\n\x07version\x18\r \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x0e \x01(\r*\xc8\x02\n\x08Strategy\x12\x18\n\x14STRATEGY_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTRATEGY_NAIVE\x10\x01\x12\x1a\n\x16STRATEGY_DIRECT_RAGGED\x10\x02\x12\x17\n\x13STRATEGY_MULTI_ITEM\x10\x03\x12\x16\n\x12STRATEGY_REFERENCE\x10\x04\x12\x18\n\x14STRATEGY_SPLIT_CACHE\x10\x05\x12\"\n\x1eSTRATEGY_DIRECT_RAGGED_GROUPED\x10\x06\x12\x14\n\x10STRATEGY_CASCADE\x10\x07\x12\x1f\n\x1bSTRATEGY_CASCADE_CONTIGUOUS\x10\x08\x12\x1e\n\x1aSTRATEGY_PACKED_MULTI_ITEM\x10\t\x12\x18\n\x14STRATEGY_CUSTOM_MASK\x10\n\x12\x12\n\x0eSTRATEGY_FUSED\x10\x0b*h\n\nTruncation\x12\x1a\n\x16TRUNCATION_UNSPECIFIED\x10\x00\x12\x14\n\x10TRUNCATION_RIGHT\x10\x01\x12\x13\n\x0fTRUNCATION_LEFT\x10\x02\x12\x13\n\x0fTRUNCATION_NONE\x10\x03*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x10\n\x0cPRIORITY_LOW\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x11\n\rPRIORITY_HIGH\x10\x03*\xe0\x01\n\x0e\x44ocumentStatus\x12\x1f\n\x1b\x44OCUMENT_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44OCUMENT_STATUS_OK\x10\x01\x12\x19\n\x15\x44OCUMENT_STATUS_EMPTY\x10\x02\x12\x1c\n\x18\x44OCUMENT_STATUS_TOO_LONG\x10\x03\x12!\n\x1d\x44OCUMENT_STATUS_NUMERIC_ERROR\x10\x04\x12\x1c\n\x18\x44OCUMENT_STATUS_DEADLINE\x10\x05\x12\x1b\n\x17\x44OCUMENT_STATUS_INVALID\x10\x06*\x81\x01\n\tScoreKind\x12\x1a\n\x16SCORE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13SCORE_KIND_LOG_ODDS\x10\x01\x12\x1a\n\x16SCORE_KIND_LABEL_LOGIT\x10\x02\x12#\n\x1fSCORE_KIND_MEAN_LOG_PROBABILITY\x10\x03\x32\xac\x01\n\rScorerService\x12\x42\n\x05Score\x12\x1b.prefixrank.v1.ScoreRequest\x1a\x1c.prefixrank.v1.ScoreResponse\x12W\n\x0cGetModelInfo\x12\".prefixrank.v1.GetModelInfoRequest\x1a#.prefixrank.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixrank/v1/scorer.proto\x12\rprefixrank.v1\x1a\x19google/protobuf/any.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"E\n\x0bQueryPrefix\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x18\n\x0binstruction\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_instruction\"\x8a\x01\n\x08\x44ocument\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x12\n\x08raw_text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.prefixrank.v1.TokenIdsH\x00\x12\x15\n\rtarget_tokens\x18\x05 \x01(\rB\t\n\x07\x63ontent\"G\n\rOutputOptions\x12\x14\n\x0clabel_logits\x18\x01 \x01(\x08\x12 \n\x18vocabulary_probabilities\x18\x02 \x01(\x08\"\x89\x02\n\x0cScoreOptions\x12)\n\x08strategy\x18\x01 \x01(\x0e\x32\x17.prefixrank.v1.Strategy\x12\x1f\n\x17max_tokens_per_document\x18\x02 \x01(\r\x12-\n\ntruncation\x18\x03 \x01(\x0e\x32\x19.prefixrank.v1.Truncation\x12\r\n\x05top_n\x18\x04 \x01(\r\x12-\n\x07outputs\x18\x05 \x01(\x0b\x32\x1c.prefixrank.v1.OutputOptions\x12\x13\n\x0blabel_texts\x18\x06 \x03(\t\x12\x17\n\x0flabel_token_ids\x18\x07 \x03(\r\x12\x12\n\npartial_ok\x18\x08 \x01(\x08\"\xb0\x02\n\x0cScoreRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x05query\x18\x02 \x01(\x0b\x32\x1a.prefixrank.v1.QueryPrefixH\x00\x12\x12\n\x08raw_text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.prefixrank.v1.TokenIdsH\x00\x12*\n\tdocuments\x18\x05 \x03(\x0b\x32\x17.prefixrank.v1.Document\x12,\n\x07options\x18\x06 \x01(\x0b\x32\x1b.prefixrank.v1.ScoreOptions\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12)\n\x08priority\x18\x08 \x01(\x0e\x32\x17.prefixrank.v1.PriorityB\x08\n\x06prefix\"|\n\nLabelScore\x12\r\n\x05label\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\r\n\x05logit\x18\x03 \x01(\x02\x12#\n\x16vocabulary_probability\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x19\n\x17_vocabulary_probability\"\xbf\x03\n\x0e\x44ocumentResult\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12-\n\x06status\x18\x03 \x01(\x0e\x32\x1d.prefixrank.v1.DocumentStatus\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x12\n\x05score\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12,\n\nscore_kind\x18\x06 \x01(\x0e\x32\x18.prefixrank.v1.ScoreKind\x12/\n\x0clabel_logits\x18\x07 \x03(\x0b\x32\x19.prefixrank.v1.LabelScore\x12\x15\n\x08log_odds\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0bprobability\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x0e\n\x06tokens\x18\n \x01(\r\x12\x17\n\x0f\x64ocument_tokens\x18\x0b \x01(\r\x12 \n\x18original_document_tokens\x18\x0c \x01(\r\x12\x11\n\ttruncated\x18\r \x01(\x08\x12)\n\x08strategy\x18\x0e \x01(\x0e\x32\x17.prefixrank.v1.StrategyB\x08\n\x06_scoreB\x0b\n\t_log_oddsB\x0e\n\x0c_probability\"\x80\x01\n\x05Usage\x12\x15\n\rprefix_tokens\x18\x01 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prefix_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bitem_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12\x14\n\x0csaved_tokens\x18\x05 \x01(\x04\"\x80\x01\n\x07Timings\x12\x18\n\x10tokenize_seconds\x18\x01 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cplan_seconds\x18\x03 \x01(\x01\x12\x17\n\x0f\x66orward_seconds\x18\x04 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x05 \x01(\x01\"M\n\rStrategyShare\x12)\n\x08strategy\x18\x01 \x01(\x0e\x32\x17.prefixrank.v1.Strategy\x12\x11\n\tdocuments\x18\x02 \x01(\r\"N\n\x0eStrategyChoice\x12,\n\x06shares\x18\x01 \x03(\x0b\x32\x1c.prefixrank.v1.StrategyShare\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x9c\x02\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x07results\x18\x02 \x03(\x0b\x32\x1d.prefixrank.v1.DocumentResult\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.prefixrank.v1.Usage\x12\'\n\x07timings\x18\x04 \x01(\x0b\x32\x16.prefixrank.v1.Timings\x12/\n\x08strategy\x18\x05 \x01(\x0b\x32\x1d.prefixrank.v1.StrategyChoice\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0f\n\x07profile\x18\x07 \x01(\t\x12\x18\n\x10profile_revision\x18\x08 \x01(\t\x12\x0e\n\x06passes\x18\t \x01(\r\"[\n\x12ScoreStreamRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.prefixrank.v1.ScoreRequest\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\x8d\x01\n\x13ScoreStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\x08response\x18\x02 \x01(\x0b\x32\x1c.prefixrank.v1.ScoreResponseH\x00\x12&\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x15.prefixrank.v1.StatusH\x00\x42\x08\n\x06result\"\xc5\x01\n\x11WarmPrefixRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x05query\x18\x02 \x01(\x0b\x32\x1a.prefixrank.v1.QueryPrefixH\x00\x12\x12\n\x08raw_text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.prefixrank.v1.TokenIdsH\x00\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x06 \x01(\x01\x42\x08\n\x06prefix\"\xb2\x01\n\x12WarmPrefixResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06status\x18\x02 \x01(\x0e\x32\x19.prefixrank.v1.WarmStatus\x12\x15\n\rprefix_tokens\x18\x03 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prefix_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bkept_tokens\x18\x05 \x01(\x04\x12\x13\n\x0bttl_seconds\x18\x06 \x01(\x01\"\x15\n\x13GetModelInfoRequest\"=\n\tLabelInfo\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x10\n\x08positive\x18\x03 \x01(\x08\"\xeb\x01\n\x06Limits\x12\x15\n\rmax_documents\x18\x01 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x02 \x01(\r\x12\x17\n\x0fmax_pass_tokens\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x18\n\x10max_query_tokens\x18\x05 \x01(\r\x12#\n\x1b\x64\x65\x66\x61ult_tokens_per_document\x18\x06 \x01(\r\x12\x1f\n\x17max_tokens_per_document\x18\x07 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x08 \x01(\x04\"\x86\x03\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0f\n\x07profile\x18\x05 \x01(\t\x12\x18\n\x10profile_revision\x18\x06 \x01(\t\x12\x18\n\x10profile_verified\x18\x07 \x01(\x08\x12,\n\nscore_kind\x18\x08 \x01(\x0e\x32\x18.prefixrank.v1.ScoreKind\x12(\n\x06labels\x18\t \x03(\x0b\x32\x18.prefixrank.v1.LabelInfo\x12%\n\x06limits\x18\n \x01(\x0b\x32\x15.prefixrank.v1.Limits\x12+\n\nstrategies\x18\x0b \x03(\x0e\x32\x17.prefixrank.v1.Strategy\x12\x0f\n\x07\x62\x61\x63kend\x18\x0c \x01(\t\x12\x0f\n\x07version\x18\r \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x0e \x01(\r*\xc8\x02\n\x08Strategy\x12\x18\n\x14STRATEGY_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTRATEGY_NAIVE\x10\x01\x12\x1a\n\x16STRATEGY_DIRECT_RAGGED\x10\x02\x12\x17\n\x13STRATEGY_MULTI_ITEM\x10\x03\x12\x16\n\x12STRATEGY_REFERENCE\x10\x04\x12\x18\n\x14STRATEGY_SPLIT_CACHE\x10\x05\x12\"\n\x1eSTRATEGY_DIRECT_RAGGED_GROUPED\x10\x06\x12\x14\n\x10STRATEGY_CASCADE\x10\x07\x12\x1f\n\x1bSTRATEGY_CASCADE_CONTIGUOUS\x10\x08\x12\x1e\n\x1aSTRATEGY_PACKED_MULTI_ITEM\x10\t\x12\x18\n\x14STRATEGY_CUSTOM_MASK\x10\n\x12\x12\n\x0eSTRATEGY_FUSED\x10\x0b*h\n\nTruncation\x12\x1a\n\x16TRUNCATION_UNSPECIFIED\x10\x00\x12\x14\n\x10TRUNCATION_RIGHT\x10\x01\x12\x13\n\x0fTRUNCATION_LEFT\x10\x02\x12\x13\n\x0fTRUNCATION_NONE\x10\x03*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x10\n\x0cPRIORITY_LOW\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x11\n\rPRIORITY_HIGH\x10\x03*\xe0\x01\n\x0e\x44ocumentStatus\x12\x1f\n\x1b\x44OCUMENT_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44OCUMENT_STATUS_OK\x10\x01\x12\x19\n\x15\x44OCUMENT_STATUS_EMPTY\x10\x02\x12\x1c\n\x18\x44OCUMENT_STATUS_TOO_LONG\x10\x03\x12!\n\x1d\x44OCUMENT_STATUS_NUMERIC_ERROR\x10\x04\x12\x1c\n\x18\x44OCUMENT_STATUS_DEADLINE\x10\x05\x12\x1b\n\x17\x44OCUMENT_STATUS_INVALID\x10\x06*\x81\x01\n\tScoreKind\x12\x1a\n\x16SCORE_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13SCORE_KIND_LOG_ODDS\x10\x01\x12\x1a\n\x16SCORE_KIND_LABEL_LOGIT\x10\x02\x12#\n\x1fSCORE_KIND_MEAN_LOG_PROBABILITY\x10\x03*\x80\x01\n\nWarmStatus\x12\x1b\n\x17WARM_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12WARM_STATUS_WARMED\x10\x01\x12\x1c\n\x18WARM_STATUS_ALREADY_WARM\x10\x02\x12\x1f\n\x1bWARM_STATUS_NOTHING_TO_WARM\x10\x03\x32\xd9\x02\n\rScorerService\x12\x42\n\x05Score\x12\x1b.prefixrank.v1.ScoreRequest\x1a\x1c.prefixrank.v1.ScoreResponse\x12X\n\x0bScoreStream\x12!.prefixrank.v1.ScoreStreamRequest\x1a\".prefixrank.v1.ScoreStreamResponse(\x01\x30\x01\x12Q\n\nWarmPrefix\x12 .prefixrank.v1.WarmPrefixRequest\x1a!.prefixrank.v1.WarmPrefixResponse\x12W\n\x0cGetModelInfo\x12\".prefixrank.v1.GetModelInfoRequest\x1a#.prefixrank.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prefixrank.v1.scorer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STRATEGY']._serialized_start=2912
-  _globals['_STRATEGY']._serialized_end=3240
-  _globals['_TRUNCATION']._serialized_start=3242
-  _globals['_TRUNCATION']._serialized_end=3346
-  _globals['_PRIORITY']._serialized_start=3348
-  _globals['_PRIORITY']._serialized_end=3442
-  _globals['_DOCUMENTSTATUS']._serialized_start=3445
-  _globals['_DOCUMENTSTATUS']._serialized_end=3669
-  _globals['_SCOREKIND']._serialized_start=3672
-  _globals['_SCOREKIND']._serialized_end=3801
-  _globals['_TOKENIDS']._serialized_start=45
-  _globals['_TOKENIDS']._serialized_end=68
-  _globals['_QUERYPREFIX']._serialized_start=70
-  _globals['_QUERYPREFIX']._serialized_end=139
-  _globals['_DOCUMENT']._serialized_start=142
-  _globals['_DOCUMENT']._serialized_end=280
-  _globals['_OUTPUTOPTIONS']._serialized_start=282
-  _globals['_OUTPUTOPTIONS']._serialized_end=353
-  _globals['_SCOREOPTIONS']._serialized_start=356
-  _globals['_SCOREOPTIONS']._serialized_end=601
-  _globals['_SCOREREQUEST']._serialized_start=604
-  _globals['_SCOREREQUEST']._serialized_end=908
-  _globals['_LABELSCORE']._serialized_start=910
-  _globals['_LABELSCORE']._serialized_end=1034
-  _globals['_DOCUMENTRESULT']._serialized_start=1037
-  _globals['_DOCUMENTRESULT']._serialized_end=1484
-  _globals['_USAGE']._serialized_start=1487
-  _globals['_USAGE']._serialized_end=1615
-  _globals['_TIMINGS']._serialized_start=1618
-  _globals['_TIMINGS']._serialized_end=1746
-  _globals['_STRATEGYSHARE']._serialized_start=1748
-  _globals['_STRATEGYSHARE']._serialized_end=1825
-  _globals['_STRATEGYCHOICE']._serialized_start=1827
-  _globals['_STRATEGYCHOICE']._serialized_end=1905
-  _globals['_SCORERESPONSE']._serialized_start=1908
-  _globals['_SCORERESPONSE']._serialized_end=2192
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2194
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2215
-  _globals['_LABELINFO']._serialized_start=2217
-  _globals['_LABELINFO']._serialized_end=2278
-  _globals['_LIMITS']._serialized_start=2281
-  _globals['_LIMITS']._serialized_end=2516
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2519
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2909
-  _globals['_SCORERSERVICE']._serialized_start=3804
-  _globals['_SCORERSERVICE']._serialized_end=3976
+  _globals['_STRATEGY']._serialized_start=3657
+  _globals['_STRATEGY']._serialized_end=3985
+  _globals['_TRUNCATION']._serialized_start=3987
+  _globals['_TRUNCATION']._serialized_end=4091
+  _globals['_PRIORITY']._serialized_start=4093
+  _globals['_PRIORITY']._serialized_end=4187
+  _globals['_DOCUMENTSTATUS']._serialized_start=4190
+  _globals['_DOCUMENTSTATUS']._serialized_end=4414
+  _globals['_SCOREKIND']._serialized_start=4417
+  _globals['_SCOREKIND']._serialized_end=4546
+  _globals['_WARMSTATUS']._serialized_start=4549
+  _globals['_WARMSTATUS']._serialized_end=4677
+  _globals['_TOKENIDS']._serialized_start=72
+  _globals['_TOKENIDS']._serialized_end=95
+  _globals['_QUERYPREFIX']._serialized_start=97
+  _globals['_QUERYPREFIX']._serialized_end=166
+  _globals['_DOCUMENT']._serialized_start=169
+  _globals['_DOCUMENT']._serialized_end=307
+  _globals['_OUTPUTOPTIONS']._serialized_start=309
+  _globals['_OUTPUTOPTIONS']._serialized_end=380
+  _globals['_SCOREOPTIONS']._serialized_start=383
+  _globals['_SCOREOPTIONS']._serialized_end=648
+  _globals['_SCOREREQUEST']._serialized_start=651
+  _globals['_SCOREREQUEST']._serialized_end=955
+  _globals['_LABELSCORE']._serialized_start=957
+  _globals['_LABELSCORE']._serialized_end=1081
+  _globals['_DOCUMENTRESULT']._serialized_start=1084
+  _globals['_DOCUMENTRESULT']._serialized_end=1531
+  _globals['_USAGE']._serialized_start=1534
+  _globals['_USAGE']._serialized_end=1662
+  _globals['_TIMINGS']._serialized_start=1665
+  _globals['_TIMINGS']._serialized_end=1793
+  _globals['_STRATEGYSHARE']._serialized_start=1795
+  _globals['_STRATEGYSHARE']._serialized_end=1872
+  _globals['_STRATEGYCHOICE']._serialized_start=1874
+  _globals['_STRATEGYCHOICE']._serialized_end=1952
+  _globals['_SCORERESPONSE']._serialized_start=1955
+  _globals['_SCORERESPONSE']._serialized_end=2239
+  _globals['_SCORESTREAMREQUEST']._serialized_start=2241
+  _globals['_SCORESTREAMREQUEST']._serialized_end=2332
+  _globals['_STATUS']._serialized_start=2334
+  _globals['_STATUS']._serialized_end=2412
+  _globals['_SCORESTREAMRESPONSE']._serialized_start=2415
+  _globals['_SCORESTREAMRESPONSE']._serialized_end=2556
+  _globals['_WARMPREFIXREQUEST']._serialized_start=2559
+  _globals['_WARMPREFIXREQUEST']._serialized_end=2756
+  _globals['_WARMPREFIXRESPONSE']._serialized_start=2759
+  _globals['_WARMPREFIXRESPONSE']._serialized_end=2937
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2939
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2960
+  _globals['_LABELINFO']._serialized_start=2962
+  _globals['_LABELINFO']._serialized_end=3023
+  _globals['_LIMITS']._serialized_start=3026
+  _globals['_LIMITS']._serialized_end=3261
+  _globals['_GETMODELINFORESPONSE']._serialized_start=3264
+  _globals['_GETMODELINFORESPONSE']._serialized_end=3654
+  _globals['_SCORERSERVICE']._serialized_start=4680
+  _globals['_SCORERSERVICE']._serialized_end=5025
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ computed once, every document sees the prefix and itself and nothing else, and e
 
 import builtins
 import collections.abc
+import google.protobuf.any_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
@@ -197,6 +198,31 @@ SCORE_KIND_MEAN_LOG_PROBABILITY: ScoreKind.ValueType  # 3
 """Mean natural-log probability of the query's tokens given the document (query likelihood)."""
 global___ScoreKind = ScoreKind
 
+class _WarmStatus:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WarmStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WarmStatus.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WARM_STATUS_UNSPECIFIED: _WarmStatus.ValueType  # 0
+    WARM_STATUS_WARMED: _WarmStatus.ValueType  # 1
+    """Computed now."""
+    WARM_STATUS_ALREADY_WARM: _WarmStatus.ValueType  # 2
+    """It was in the cache already."""
+    WARM_STATUS_NOTHING_TO_WARM: _WarmStatus.ValueType  # 3
+    """The query of this profile stands in the items, which are never cached, or there is no cache."""
+
+class WarmStatus(_WarmStatus, metaclass=_WarmStatusEnumTypeWrapper): ...
+
+WARM_STATUS_UNSPECIFIED: WarmStatus.ValueType  # 0
+WARM_STATUS_WARMED: WarmStatus.ValueType  # 1
+"""Computed now."""
+WARM_STATUS_ALREADY_WARM: WarmStatus.ValueType  # 2
+"""It was in the cache already."""
+WARM_STATUS_NOTHING_TO_WARM: WarmStatus.ValueType  # 3
+"""The query of this profile stands in the items, which are never cached, or there is no cache."""
+global___WarmStatus = WarmStatus
+
 @typing.final
 class TokenIds(google.protobuf.message.Message):
     """Token ids of the served model's tokenizer; each below the model's vocabulary size."""
@@ -307,12 +333,17 @@ class ScoreOptions(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     LABEL_TEXTS_FIELD_NUMBER: builtins.int
     LABEL_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PARTIAL_OK_FIELD_NUMBER: builtins.int
     strategy: global___Strategy.ValueType
     max_tokens_per_document: builtins.int
     """Limit on a document's own tokens, template not counted. 0: the profile's default."""
     truncation: global___Truncation.ValueType
     top_n: builtins.int
     """Return only the best N results, sorted by score, best first. 0: all of them, in request order."""
+    partial_ok: builtins.bool
+    """At the deadline, return what is scored; the other documents get DOCUMENT_STATUS_DEADLINE. The answer is sent a
+    little before the deadline, so that it arrives in time.
+    """
     @property
     def outputs(self) -> global___OutputOptions: ...
     @property
@@ -331,9 +362,10 @@ class ScoreOptions(google.protobuf.message.Message):
         outputs: global___OutputOptions | None = ...,
         label_texts: collections.abc.Iterable[builtins.str] | None = ...,
         label_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        partial_ok: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["outputs", b"outputs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["label_texts", b"label_texts", "label_token_ids", b"label_token_ids", "max_tokens_per_document", b"max_tokens_per_document", "outputs", b"outputs", "strategy", b"strategy", "top_n", b"top_n", "truncation", b"truncation"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["label_texts", b"label_texts", "label_token_ids", b"label_token_ids", "max_tokens_per_document", b"max_tokens_per_document", "outputs", b"outputs", "partial_ok", b"partial_ok", "strategy", b"strategy", "top_n", b"top_n", "truncation", b"truncation"]) -> None: ...
 
 global___ScoreOptions = ScoreOptions
 
@@ -354,7 +386,7 @@ class ScoreRequest(google.protobuf.message.Message):
     raw_text: builtins.str
     """The whole prefix as text, as the caller rendered it: control tokens in it are control tokens."""
     tenant: builtins.str
-    """Names the cache namespace."""
+    """Whose fair share this request counts against, and who may share its cached prefix: no other tenant does."""
     priority: global___Priority.ValueType
     @property
     def query(self) -> global___QueryPrefix: ...
@@ -496,7 +528,7 @@ class Usage(google.protobuf.message.Message):
     SAVED_TOKENS_FIELD_NUMBER: builtins.int
     prefix_tokens: builtins.int
     cached_prefix_tokens: builtins.int
-    """Of the prefix: already in the cache when the request came."""
+    """Of the prefix: already in the cache, or being computed, when the request had its first turn."""
     item_tokens: builtins.int
     """Sum of `tokens` over the documents that were scored."""
     computed_tokens: builtins.int
@@ -629,6 +661,152 @@ class ScoreResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["model", b"model", "passes", b"passes", "profile", b"profile", "profile_revision", b"profile_revision", "request_id", b"request_id", "results", b"results", "strategy", b"strategy", "timings", b"timings", "usage", b"usage"]) -> None: ...
 
 global___ScoreResponse = ScoreResponse
+
+@typing.final
+class ScoreStreamRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: builtins.int
+    timeout_seconds: builtins.float
+    """The request's own deadline, in seconds from its arrival; 0: that of the call."""
+    @property
+    def request(self) -> global___ScoreRequest:
+        """request_id must not be empty, and differ from that of every request still under way on this stream."""
+
+    def __init__(
+        self,
+        *,
+        request: global___ScoreRequest | None = ...,
+        timeout_seconds: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["request", b"request", "timeout_seconds", b"timeout_seconds"]) -> None: ...
+
+global___ScoreStreamRequest = ScoreStreamRequest
+
+@typing.final
+class Status(google.protobuf.message.Message):
+    """Field for field google.rpc.Status, whose bytes these are: a client needs no other proto file to read this one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    DETAILS_FIELD_NUMBER: builtins.int
+    code: builtins.int
+    message: builtins.str
+    @property
+    def details(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.any_pb2.Any]:
+        """google.rpc.BadRequest names each bad field; google.rpc.RetryInfo says when to come again."""
+
+    def __init__(
+        self,
+        *,
+        code: builtins.int = ...,
+        message: builtins.str = ...,
+        details: collections.abc.Iterable[google.protobuf.any_pb2.Any] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "details", b"details", "message", b"message"]) -> None: ...
+
+global___Status = Status
+
+@typing.final
+class ScoreStreamResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    RESPONSE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    @property
+    def response(self) -> global___ScoreResponse: ...
+    @property
+    def error(self) -> global___Status: ...
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        response: global___ScoreResponse | None = ...,
+        error: global___Status | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "response", b"response", "result", b"result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "request_id", b"request_id", "response", b"response", "result", b"result"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["response", "error"] | None: ...
+
+global___ScoreStreamResponse = ScoreStreamResponse
+
+@typing.final
+class WarmPrefixRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    QUERY_FIELD_NUMBER: builtins.int
+    RAW_TEXT_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    TTL_SECONDS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Echoed in the response and in the logs."""
+    raw_text: builtins.str
+    """The whole prefix, or the beginning of it that is known already, as text."""
+    tenant: builtins.str
+    """The one whose Score calls will ask for it."""
+    ttl_seconds: builtins.float
+    """How long it is kept from eviction, as far as the cache has room; 0: one minute. Afterwards it is kept like others."""
+    @property
+    def query(self) -> global___QueryPrefix: ...
+    @property
+    def token_ids(self) -> global___TokenIds:
+        """The whole prefix, or the beginning of it that is known already."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        query: global___QueryPrefix | None = ...,
+        raw_text: builtins.str = ...,
+        token_ids: global___TokenIds | None = ...,
+        tenant: builtins.str = ...,
+        ttl_seconds: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["prefix", b"prefix", "query", b"query", "raw_text", b"raw_text", "token_ids", b"token_ids"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["prefix", b"prefix", "query", b"query", "raw_text", b"raw_text", "request_id", b"request_id", "tenant", b"tenant", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["prefix", b"prefix"]) -> typing.Literal["query", "raw_text", "token_ids"] | None: ...
+
+global___WarmPrefixRequest = WarmPrefixRequest
+
+@typing.final
+class WarmPrefixResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_PREFIX_TOKENS_FIELD_NUMBER: builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: builtins.int
+    TTL_SECONDS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    status: global___WarmStatus.ValueType
+    prefix_tokens: builtins.int
+    cached_prefix_tokens: builtins.int
+    """Of these: in the cache before this call."""
+    kept_tokens: builtins.int
+    """Of these, from the first on: kept from eviction for ttl_seconds."""
+    ttl_seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        status: global___WarmStatus.ValueType = ...,
+        prefix_tokens: builtins.int = ...,
+        cached_prefix_tokens: builtins.int = ...,
+        kept_tokens: builtins.int = ...,
+        ttl_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_prefix_tokens", b"cached_prefix_tokens", "kept_tokens", b"kept_tokens", "prefix_tokens", b"prefix_tokens", "request_id", b"request_id", "status", b"status", "ttl_seconds", b"ttl_seconds"]) -> None: ...
+
+global___WarmPrefixResponse = WarmPrefixResponse
 
 @typing.final
 class GetModelInfoRequest(google.protobuf.message.Message):

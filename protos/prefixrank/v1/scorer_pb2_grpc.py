@@ -39,6 +39,16 @@ class ScorerServiceStub(object):
                 request_serializer=prefixrank_dot_v1_dot_scorer__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=prefixrank_dot_v1_dot_scorer__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.ScoreStream = channel.stream_stream(
+                '/prefixrank.v1.ScorerService/ScoreStream',
+                request_serializer=prefixrank_dot_v1_dot_scorer__pb2.ScoreStreamRequest.SerializeToString,
+                response_deserializer=prefixrank_dot_v1_dot_scorer__pb2.ScoreStreamResponse.FromString,
+                _registered_method=True)
+        self.WarmPrefix = channel.unary_unary(
+                '/prefixrank.v1.ScorerService/WarmPrefix',
+                request_serializer=prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixRequest.SerializeToString,
+                response_deserializer=prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/prefixrank.v1.ScorerService/GetModelInfo',
                 request_serializer=prefixrank_dot_v1_dot_scorer__pb2.GetModelInfoRequest.SerializeToString,
@@ -60,6 +70,24 @@ class ScorerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScoreStream(self, request_iterator, context):
+        """Scores many requests on one call. Each is answered when it is done, in any order, and matched by its request_id.
+
+        An error is a response with a status for that request_id and the stream goes on; the call itself fails only where
+        no request can be told from it (CANCELLED, DEADLINE_EXCEEDED, UNAVAILABLE). After the caller's half-close the
+        answers that are still due are sent, then the call ends with OK.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WarmPrefix(self, request, context):
+        """Computes a prefix before its documents are known, so that a Score with the same prefix and tenant finds it cached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Says what is served: the model, its profile, labels, limits, strategies and the backend.
         """
@@ -74,6 +102,16 @@ def add_ScorerServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=prefixrank_dot_v1_dot_scorer__pb2.ScoreRequest.FromString,
                     response_serializer=prefixrank_dot_v1_dot_scorer__pb2.ScoreResponse.SerializeToString,
+            ),
+            'ScoreStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.ScoreStream,
+                    request_deserializer=prefixrank_dot_v1_dot_scorer__pb2.ScoreStreamRequest.FromString,
+                    response_serializer=prefixrank_dot_v1_dot_scorer__pb2.ScoreStreamResponse.SerializeToString,
+            ),
+            'WarmPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.WarmPrefix,
+                    request_deserializer=prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixRequest.FromString,
+                    response_serializer=prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -108,6 +146,60 @@ class ScorerService(object):
             '/prefixrank.v1.ScorerService/Score',
             prefixrank_dot_v1_dot_scorer__pb2.ScoreRequest.SerializeToString,
             prefixrank_dot_v1_dot_scorer__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/prefixrank.v1.ScorerService/ScoreStream',
+            prefixrank_dot_v1_dot_scorer__pb2.ScoreStreamRequest.SerializeToString,
+            prefixrank_dot_v1_dot_scorer__pb2.ScoreStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WarmPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixrank.v1.ScorerService/WarmPrefix',
+            prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixRequest.SerializeToString,
+            prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,23 @@ class ScorerServiceStub:
     UNAVAILABLE means that the server is starting or draining. A bad document never fails the call: see DocumentStatus.
     """
 
+    ScoreStream: grpc.StreamStreamMultiCallable[
+        prefixrank.v1.scorer_pb2.ScoreStreamRequest,
+        prefixrank.v1.scorer_pb2.ScoreStreamResponse,
+    ]
+    """Scores many requests on one call. Each is answered when it is done, in any order, and matched by its request_id.
+
+    An error is a response with a status for that request_id and the stream goes on; the call itself fails only where
+    no request can be told from it (CANCELLED, DEADLINE_EXCEEDED, UNAVAILABLE). After the caller's half-close the
+    answers that are still due are sent, then the call ends with OK.
+    """
+
+    WarmPrefix: grpc.UnaryUnaryMultiCallable[
+        prefixrank.v1.scorer_pb2.WarmPrefixRequest,
+        prefixrank.v1.scorer_pb2.WarmPrefixResponse,
+    ]
+    """Computes a prefix before its documents are known, so that a Score with the same prefix and tenant finds it cached."""
+
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
         prefixrank.v1.scorer_pb2.GetModelInfoRequest,
         prefixrank.v1.scorer_pb2.GetModelInfoResponse,
@@ -51,6 +68,23 @@ class ScorerServiceAsyncStub:
     RESOURCE_EXHAUSTED means load and nothing else; DEADLINE_EXCEEDED and CANCELLED are the caller's own;
     UNAVAILABLE means that the server is starting or draining. A bad document never fails the call: see DocumentStatus.
     """
+
+    ScoreStream: grpc.aio.StreamStreamMultiCallable[
+        prefixrank.v1.scorer_pb2.ScoreStreamRequest,
+        prefixrank.v1.scorer_pb2.ScoreStreamResponse,
+    ]
+    """Scores many requests on one call. Each is answered when it is done, in any order, and matched by its request_id.
+
+    An error is a response with a status for that request_id and the stream goes on; the call itself fails only where
+    no request can be told from it (CANCELLED, DEADLINE_EXCEEDED, UNAVAILABLE). After the caller's half-close the
+    answers that are still due are sent, then the call ends with OK.
+    """
+
+    WarmPrefix: grpc.aio.UnaryUnaryMultiCallable[
+        prefixrank.v1.scorer_pb2.WarmPrefixRequest,
+        prefixrank.v1.scorer_pb2.WarmPrefixResponse,
+    ]
+    """Computes a prefix before its documents are known, so that a Score with the same prefix and tenant finds it cached."""
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
         prefixrank.v1.scorer_pb2.GetModelInfoRequest,
@@ -71,6 +105,27 @@ class ScorerServiceServicer(metaclass=abc.ABCMeta):
         RESOURCE_EXHAUSTED means load and nothing else; DEADLINE_EXCEEDED and CANCELLED are the caller's own;
         UNAVAILABLE means that the server is starting or draining. A bad document never fails the call: see DocumentStatus.
         """
+
+    @abc.abstractmethod
+    def ScoreStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[prefixrank.v1.scorer_pb2.ScoreStreamRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[prefixrank.v1.scorer_pb2.ScoreStreamResponse], collections.abc.AsyncIterator[prefixrank.v1.scorer_pb2.ScoreStreamResponse]]:
+        """Scores many requests on one call. Each is answered when it is done, in any order, and matched by its request_id.
+
+        An error is a response with a status for that request_id and the stream goes on; the call itself fails only where
+        no request can be told from it (CANCELLED, DEADLINE_EXCEEDED, UNAVAILABLE). After the caller's half-close the
+        answers that are still due are sent, then the call ends with OK.
+        """
+
+    @abc.abstractmethod
+    def WarmPrefix(
+        self,
+        request: prefixrank.v1.scorer_pb2.WarmPrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixrank.v1.scorer_pb2.WarmPrefixResponse, collections.abc.Awaitable[prefixrank.v1.scorer_pb2.WarmPrefixResponse]]:
+        """Computes a prefix before its documents are known, so that a Score with the same prefix and tenant finds it cached."""
 
     @abc.abstractmethod
     def GetModelInfo(

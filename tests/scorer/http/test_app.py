@@ -10,7 +10,7 @@ import ssl
 import httpx
 import pytest
 
-from batching.batcher import DeviceFailed, Expired, QueueFull
+from batching.errors import DeviceFailed, Expired, QueueFull
 from scorer.http.problems import HTTP_CODES
 from scorer.tokenization import Label
 from tests.certificates import Pki

@@ -1,0 +1,126 @@
+"""Fills one pass: which items of which requests, over which pages. Pure; time is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from attention.plans import DENSE, Strategy
+from batching.job import Job
+from batching.packing import Group
+from batching.pass_time import Work
+from batching.prefix_cache import Lease, PrefixCache
+from batching.select import Budget
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What a pass computes of one request. work: its own part of the pass, shared prefix blocks counted once."""
+
+    job: Job
+    group: Group
+    work: Work
+
+
+class Composer:
+    """Takes requests in the order that it is given, as much as a pass holds."""
+
+    def __init__(self, cache: PrefixCache, pass_tokens: int, pass_items: int) -> None:
+        self.cache = cache
+        self._pass_tokens = pass_tokens
+        self._pass_items = pass_items
+
+    def compose(self, jobs: Iterable[Job], now: float) -> list[Part]:
+        """The next pass. Afterwards call `finish` or `fail` with it."""
+        budget = Budget(self._pass_tokens, self._pass_items)
+        parts = []
+        trees: dict[bytes, Strategy | None] = {}
+        for job in jobs:
+            if budget.full:
+                break
+            if _mixes(job, trees):
+                continue
+            if (part := self._part(job, budget, now)) is not None:
+                parts.append(part)
+                trees |= dict.fromkeys(_root(job), _dense(job))
+        return parts
+
+    def cached(self, job: Job) -> int:
+        """Prefix tokens of a job that are indexed at the moment."""
+        if job.naive:
+            return 0
+        return job.lease.tokens if job.lease is not None else self.cache.hit(job.chain)
+
+    def _part(self, job: Job, budget: Budget, now: float) -> Part | None:
+        prefix = len(job.request.prefix)
+        items = list(islice(job.open_items(), max(budget.items, 1)))
+        fresh = prefix if job.naive else prefix - self.cached(job)
+        count = budget.take(fresh, [job.lengths[item] for item in items], job.naive)
+        if not count:
+            return None
+        for item in items[:count]:
+            job.wanted[item].taken = True
+        return self._leased(job, tuple(items[:count]), now)
+
+    def _leased(self, job: Job, items: tuple[int, ...], now: float) -> Part:
+        prefix, found = len(job.request.prefix), 0
+        if not job.naive and prefix:
+            found = self._lease(job, now)
+        lease = job.lease or Lease([], 0)
+        lengths = [job.lengths[item] for item in items]
+        group = Group(
+            job.request,
+            items,
+            tuple(job.choice.strategies[item] for item in items),
+            lease.written,
+            lease.pages if lease.blocks else None,
+            job.choice.packed_rows,
+        )
+        return Part(job, group, Work.of(prefix, found, lengths, job.naive))
+
+    def _lease(self, job: Job, now: float) -> int:
+        """Holds the prefix's pages; returns how many of its tokens this part of the pass need not compute."""
+        if job.lease is not None and job.lease.tokens < len(job.request.prefix):
+            self.drop(job)  # there was no room for all of it: perhaps there is now
+        if job.lease is not None:
+            return job.lease.written
+        job.lease = self.cache.acquire(job.chain, now)
+        if job.cached is None:
+            job.cached = job.lease.hit
+        return job.lease.hit
+
+    def finish(self, parts: Iterable[Part], sound: bool = True) -> None:
+        """The pass has ended; unsound: what it wrote is not to be trusted."""
+        leases = [part.job.lease for part in parts if part.job.lease is not None]
+        if not sound:
+            self.cache.withdraw(leases)
+        for part in parts:
+            for item in part.group.items:
+                part.job.wanted[item].taken = False
+            if part.job.lease is not None:
+                if sound:
+                    self.cache.commit(part.job.lease)
+                elif part.job.lease.written < part.job.lease.tokens:
+                    self.drop(part.job)
+
+    def drop(self, job: Job) -> None:
+        """Lets go of a job's pages."""
+        if job.lease is not None:
+            self.cache.release(job.lease)
+            job.lease = None
+
+
+def _dense(job: Job) -> Strategy | None:
+    """The strategy of a job whose mask is a matrix over everything that shares its first page."""
+    return job.request.strategy if job.request.strategy in DENSE else None
+
+
+def _root(job: Job) -> tuple[bytes, ...]:
+    """Who shares this block shares a tree of the pass."""
+    return () if job.naive else job.chain.keys[:1]
+
+
+def _mixes(job: Job, trees: Mapping[bytes, Strategy | None]) -> bool:
+    """Whether the job would put a dense mask and something else into one tree, which no plan can: it waits."""
+    return any(trees.get(root, _dense(job)) is not _dense(job) for root in _root(job))

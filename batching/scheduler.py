@@ -1,0 +1,236 @@
+"""Whose turn it is, who is let in, and how long a batch stays open: policy over numbers. Pure; time is given.
+
+A ticket stands for one accepted request. When it is due is fixed as it is accepted, so that what comes later is due
+later, and passes it no more: that is the ageing. A promise made to a caller (its deadline) is tested whenever
+another one wants in, by walking through the queue in its own order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from batching.errors import CannotFinish, OverShare, QueueFull
+from batching.pass_time import PassTime, Work
+from batching.shares import MAX_TENANTS, FairShares
+
+PRIORITY_SECONDS = 10.0  # how much earlier a class has its turn than the class below it
+STRETCH = 4.0  # a request without a deadline is due after so many times what it takes alone,
+PATIENCE = 0.05  # and so many seconds;
+DISTANT = 1.0  # one with a distant deadline after so many
+TIE_SECONDS = 0.002  # deadlines that are nearer than this are equal: the shorter job goes first
+PROMISE_RESERVE = 0.05  # part of an accepted request's patience that stays free, as predictions are never exact
+SHARE_FILL = 0.85  # part of its share that a tenant may fill while others ask too: arrivals are never even
+OPTIMISM = 0.5  # an estimate from bytes may be wrong: only what twice as fast a device could not do is refused by it
+CLASS_RESERVE = {-1: 0.4, 0: 0.25, 1: 0.1}  # part of its patience that a class leaves to others at admission
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Who asks, before it is known what for. priority: class; partial: at the deadline it takes what is scored."""
+
+    tenant: str = ""
+    priority: int = 0
+    partial: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request as the scheduler sees it.
+
+    deadline   in the clock's seconds; None: whenever it is done
+    partial    at its deadline it takes what is scored, so it is never beyond hope
+    work       what is still to be computed, made again each tick
+    seconds    what that takes, predicted, but for the part that is running
+    due        by when it should be done: its deadline, or earlier; with `seconds` it gives the order
+    """
+
+    tenant: str
+    priority: int
+    submitted: float
+    deadline: float | None = None
+    partial: bool = False
+    work: Work = field(default_factory=Work)
+    seconds: float = 0.0
+    due: float = math.inf
+
+    def hopeless(self, now: float) -> bool:
+        """Whether it would miss its deadline even if it began now."""
+        return self.deadline is not None and not self.partial and now + self.seconds > self.deadline
+
+
+Order = Callable[[Ticket, float], tuple[float, ...]]
+
+
+def first_come(ticket: Ticket, now: float) -> tuple[float, ...]:
+    """The baseline: in order of arrival."""
+    return (ticket.submitted,)
+
+
+def shortest_first(ticket: Ticket, now: float) -> tuple[float, ...]:
+    """Shortest job first: the best mean, and long jobs may starve."""
+    return (ticket.seconds, ticket.submitted)
+
+
+def earliest_deadline(ticket: Ticket, now: float) -> tuple[float, ...]:
+    """Earliest deadline first, by the caller's deadline alone."""
+    return (math.inf if ticket.deadline is None else ticket.deadline, ticket.submitted)
+
+
+def by_due(ticket: Ticket, now: float) -> tuple[float, ...]:
+    """Ours: what can still be in time before what cannot, then the earliest due, then the shortest."""
+    turn = ticket.due - PRIORITY_SECONDS * ticket.priority
+    return (float(ticket.hopeless(now)), math.floor(turn / TIE_SECONDS), ticket.seconds, ticket.submitted)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """pass_tokens: of one pass; queue_tokens: waiting, beyond which callers are refused."""
+
+    pass_tokens: int
+    queue_tokens: int
+
+
+class Scheduler:
+    """Decides over tickets; owns the tenants' shares and the learned sizes, and no request."""
+
+    def __init__(
+        self, limits: SchedulerLimits, pass_time: PassTime, shares: FairShares | None = None, order: Order = by_due
+    ) -> None:
+        self.limits = limits
+        self.pass_time = pass_time
+        self.shares = shares or FairShares()
+        self._order = order
+        self._promised: dict[str, float] = {}  # tenant -> when a device of its share would be done with it
+        self._tokens_per_byte: float | None = None
+
+    def estimate(self, ticket: Ticket, running: Work | None = None) -> None:
+        """Predicts what the ticket's work takes beyond the part that is running. Called again each tick, as the cache
+        changes the work."""
+        work = ticket.work if running is None else ticket.work - running
+        ticket.seconds = self.pass_time.share(work, self.limits.pass_tokens)
+
+    def order(self, tickets: Iterable[Ticket], now: float) -> list[Ticket]:
+        """Whose turn is first."""
+        return sorted(tickets, key=lambda ticket: self._order(ticket, now))
+
+    def admit(self, new: Ticket, queue: Sequence[Ticket], free_at: float, now: float) -> None:
+        """Gives the ticket its place, or refuses. queue: who waits; free_at: when the running pass is expected to end.
+
+        Raises NotAdmitted. An idle service takes whatever a request may ask.
+        """
+        self.estimate(new)
+        share = self.shares.share(new.tenant, now)
+        self.shares.asked(new.tenant, new.seconds, now)
+        begin = self._begin(new, share, now)
+        fair = begin + new.seconds * STRETCH / share
+        new.due = fair + PATIENCE if new.deadline is None else min(new.deadline, fair + DISTANT)
+        if queue or free_at > now:
+            self._check_tokens(new, queue, share)
+            if self.pass_time.known:
+                self._check_share(new, queue, share, now)
+                self._check_deadlines(new, queue, free_at, now)
+        self._promised[new.tenant] = begin + new.seconds / share
+
+    def _begin(self, new: Ticket, share: float, now: float) -> float:
+        """When a tenant's own device, as fast as its share, would begin with this request.
+
+        So a tenant that sends a thousand requests at once gets them done one after the other, not before all others'.
+        """
+        if len(self._promised) > MAX_TENANTS:
+            self._promised = {tenant: until for tenant, until in self._promised.items() if until > now}
+        return now if share >= 1 else max(now, self._promised.get(new.tenant, now))
+
+    def _check_tokens(self, new: Ticket, queue: Sequence[Ticket], share: float) -> None:
+        waiting, limit = sum(ticket.work.tokens for ticket in queue), self.limits.queue_tokens
+        if waiting + new.work.tokens > limit:
+            told = f"{waiting} tokens wait and this request has {new.work.tokens}: the limit is {limit}"
+            raise QueueFull(told, self._drain(queue))
+        mine = sum(ticket.work.tokens for ticket in queue if ticket.tenant == new.tenant)
+        if share < 1 and mine and mine + new.work.tokens > share * limit:
+            told = f"{mine} tokens of this tenant wait: its share of {limit} is {share:.0%} while others ask too"
+            raise OverShare(told, self._drain(queue) * share)
+
+    def _drain(self, queue: Sequence[Ticket]) -> float:
+        return sum(ticket.seconds for ticket in queue) / 2
+
+    def _check_share(self, new: Ticket, queue: Sequence[Ticket], share: float, now: float) -> None:
+        if share >= 1 or new.deadline is None:
+            return
+        mine = sum(ticket.seconds for ticket in queue if ticket.tenant == new.tenant)
+        room = share * SHARE_FILL * (1 - CLASS_RESERVE[new.priority]) * (new.deadline - now)
+        if mine and mine + new.seconds > room:
+            need = mine + new.seconds
+            told = f"this tenant's requests need {need:.3f} s, its {share:.0%} before the deadline are {room:.3f} s"
+            raise OverShare(told, need - room)
+
+    def _check_deadlines(self, new: Ticket, queue: Sequence[Ticket], free_at: float, now: float) -> None:
+        """Walks through the queue in its order: nobody's deadline may break that would have held without the new one.
+
+        Behind the new one everyone's end moves by what it takes.
+        """
+        order = self.order([*(ticket for ticket in queue if ticket.seconds), new], now)
+        ends = self._ends(order, max(free_at, now))
+        delay = new.seconds * self.pass_time.margin
+        place = order.index(new)
+        self._check_own(new, ends[place], now)
+        for ticket, end in zip(order[place + 1 :], ends[place + 1 :], strict=True):
+            if _broken(ticket, end, delay):
+                raise CannotFinish("a request that was accepted before would miss its deadline", new.seconds)
+
+    def _ends(self, order: Sequence[Ticket], begin: float) -> list[float]:
+        """When each is done, run in this order. Whoever shares a pass is done when all of it is."""
+        ends: list[float] = []
+        whole, margin = self.limits.pass_tokens, self.pass_time.margin
+        end, open_, left = begin, 0, whole  # ends[open_:] share the pass that has room for `left` tokens
+        for ticket in order:
+            tokens, seconds = ticket.work.tokens, ticket.seconds * margin
+            if left < tokens <= whole:
+                open_, left = len(ends), whole
+            if tokens > left:  # its first part fills the open pass, its last part opens another
+                ends[open_:] = [end + seconds * left / tokens] * (len(ends) - open_)
+                open_ = len(ends)
+            end += seconds
+            ends[open_:] = [end] * (len(ends) - open_ + 1)
+            left = (left - tokens) % whole
+        return ends
+
+    def _check_own(self, new: Ticket, end: float, now: float) -> None:
+        """A part of its patience is kept free, so that those who have less of it find room when they come."""
+        if new.deadline is None:
+            return
+        patience = new.deadline - now
+        latest = new.deadline - CLASS_RESERVE[new.priority] * patience
+        if new.partial:
+            end, latest = end - new.seconds * self.pass_time.margin, new.deadline
+        if end > latest:
+            told = f"it would be done in {end - now:.3f} s, its deadline is in {patience:.3f} s"
+            raise CannotFinish(told, end - latest)
+
+    def learn_size(self, size: int, tokens: int) -> None:
+        """What a request's bytes turned out to be in tokens."""
+        if size > 0:
+            old = self._tokens_per_byte
+            self._tokens_per_byte = tokens / size if old is None else old + 0.05 * (tokens / size - old)
+
+    def admit_bytes(self, new: Ticket, size: int, queue: Sequence[Ticket], free_at: float, now: float) -> None:
+        """The first look, before anything is tokenised: refuses only what hardly could be. Raises CannotFinish."""
+        if self._tokens_per_byte is None or new.deadline is None or new.partial or not self.pass_time.known:
+            return
+        new.work = Work(int(size * self._tokens_per_byte))
+        self.estimate(new)
+        new.seconds *= OPTIMISM
+        new.due = new.deadline
+        ahead = sum(t.seconds for t in queue if self._order(t, now) <= self._order(new, now)) * OPTIMISM
+        if queue and max(free_at, now) + ahead + new.seconds > new.deadline:
+            told = f"{size} bytes could not be scored in the {new.deadline - now:.3f} s that are left"
+            raise CannotFinish(told, ahead + new.seconds - (new.deadline - now))
+
+
+def _broken(ticket: Ticket, end: float, delay: float) -> bool:
+    """Whether it would be late by ending at `end`, and not without this delay."""
+    if ticket.deadline is None or ticket.partial:
+        return False
+    latest = ticket.deadline - PROMISE_RESERVE * (ticket.deadline - ticket.submitted)
+    return end > latest >= end - delay

@@ -1,0 +1,42 @@
+"""How long a batch stays open for others to join: not at all where the device idles. Pure; time is given."""
+
+from __future__ import annotations
+
+import math
+
+MAX_SECONDS = 0.002
+BUSY = 0.7  # part of the time that the device works, from which on waiting costs no one an idle device
+MEMORY_SECONDS = 0.5
+
+
+class Window:
+    """Adapts to load: the busier the device and the closer together the arrivals, the longer, up to MAX_SECONDS."""
+
+    def __init__(self, most: float = MAX_SECONDS) -> None:
+        self._most = most
+        self._gap = math.inf
+        self._last = -math.inf
+        self._busy = 0.0
+        self._ended = -math.inf
+
+    def arrived(self, now: float) -> None:
+        """A request came."""
+        gap = now - self._last
+        if math.isfinite(gap):
+            self._gap = gap if math.isinf(self._gap) else self._gap + 0.2 * (gap - self._gap)
+        self._last = now
+
+    def ran(self, began: float, ended: float) -> None:
+        """A pass ran."""
+        span = ended - self._ended if math.isfinite(self._ended) else ended - began
+        kept = math.exp(-max(span, 0.0) / MEMORY_SECONDS)
+        part = min(1.0, (ended - began) / span) if span > 0 else 1.0
+        self._busy = self._busy * kept + part * (1 - kept)
+        self._ended = ended
+
+    def seconds(self, queued_tokens: int, pass_tokens: int, slack: float, now: float) -> float:
+        """How long to wait from now on. slack: how long the most urgent request may be kept."""
+        gap = max(self._gap, now - self._last)
+        if queued_tokens >= pass_tokens or self._busy < BUSY or 2 * gap > self._most:
+            return 0.0
+        return max(0.0, min(2 * gap, self._most, slack))

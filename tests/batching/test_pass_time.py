@@ -1,0 +1,99 @@
+"""The fitted time of passes, and the window that a batch stays open."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batching.pass_time import KNOWN_PASSES, FittedPassTime, Work
+from batching.window import MAX_SECONDS, Window
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.lists(st.integers(1, 30), min_size=1, max_size=6), st.booleans())
+def test_work_counts_rows_and_what_they_see(prefix, cached, items, each):
+    """Pairs by the triangle's area, without the half cell on the diagonal."""
+    cached = min(prefix, cached)
+    if each:
+        rows = sum(prefix + n for n in items)
+        pairs = sum((prefix + n) ** 2 / 2 for n in items)
+    else:
+        rows = prefix - cached + sum(items)
+        pairs = (prefix**2 - cached**2) / 2 + sum(((prefix + n) ** 2 - prefix**2) / 2 for n in items)
+    work = Work.of(prefix, cached, items, each)
+    assert work.tokens == rows
+    assert work.pairs == pytest.approx(pairs)
+
+
+def passes(rng, n):
+    for _ in range(n):
+        tokens = int(rng.integers(50, 16_000))
+        yield Work(tokens, float(tokens * rng.integers(100, 8000)))
+
+
+@pytest.mark.parametrize("truth", [(0.004, 1e-5, 2e-10), (0.0, 5e-4, 0.0), (0.02, 1e-6, 1e-9)])
+def test_it_learns_the_device_from_a_few_passes(truth):
+    rng, made = np.random.default_rng(1), FittedPassTime()
+
+    def real(work):
+        return (truth[0] + truth[1] * work.tokens + truth[2] * work.pairs) * rng.uniform(0.97, 1.03)
+
+    for work in passes(rng, 48):
+        made.learn(work, real(work))
+    errors = [abs(made.seconds(work) / real(work) - 1) for work in passes(rng, 50)]
+    assert np.quantile(errors, 0.9) < 0.1
+    assert 1.0 <= made.margin < 1.2
+    half = Work(8000, 8000 * 1000.0)
+    assert made.share(half, 16_000) <= made.seconds(half), "a part of a pass pays a part of what is fixed"
+
+
+def test_it_follows_a_device_that_gets_slower_and_is_careful_meanwhile():
+    rng, made = np.random.default_rng(2), FittedPassTime()
+    for work in passes(rng, 40):
+        made.learn(work, 1e-5 * work.tokens)
+    for work in passes(rng, 10):
+        made.learn(work, 3e-5 * work.tokens)
+    assert made.margin > 1.2
+    for work in passes(rng, 80):
+        made.learn(work, 3e-5 * work.tokens)
+    assert made.seconds(Work(10_000)) == pytest.approx(0.3, rel=0.1)
+
+
+def test_it_is_not_trusted_before_it_has_seen_some_passes():
+    made = FittedPassTime()
+    for n in range(KNOWN_PASSES):
+        assert not made.known
+        made.learn(Work(100 + n, 1000.0), 0.01)
+    assert made.known
+    made.learn(Work(), 0.0)  # tells nothing, breaks nothing
+    assert made.seconds(Work(100, 1000.0)) == pytest.approx(0.01, rel=0.1)
+
+
+# --- the window
+
+
+def busy_window(gap=0.0004):
+    window, now = Window(), 0.0  # two seconds of work
+    for _ in range(250):
+        for _ in range(20):
+            window.arrived(now)
+            now += gap
+        window.ran(now - 19 * gap, now)
+    return window, now
+
+
+def test_an_idle_device_waits_for_no_one():
+    window = Window()
+    assert window.seconds(10, 1000, 1.0, 0.0) == 0.0
+    for now in range(1, 40):
+        window.arrived(float(now))
+        window.ran(now, now + 0.01)
+    assert window.seconds(10, 1000, 1.0, 40.0) == 0.0
+
+
+def test_a_busy_one_stays_open_for_a_moment_unless_the_batch_is_full_or_someone_is_in_a_hurry():
+    window, now = busy_window()
+    assert 0 < window.seconds(10, 1000, 1.0, now) <= MAX_SECONDS
+    assert window.seconds(1000, 1000, 1.0, now) == 0.0
+    assert window.seconds(10, 1000, -0.1, now) == 0.0
+    assert window.seconds(10, 1000, 0.0003, now) == pytest.approx(0.0003)
+    assert window.seconds(10, 1000, 1.0, now + 1.0) == 0.0, "nobody came for a second: nobody is waited for"
