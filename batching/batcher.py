@@ -58,6 +58,7 @@ class Scheduling:
     shares: FairShares | None = None  # None: every tenant weighs the same
     order: Order = by_due
     window: Window | None = None
+    passes_in_flight: int = 1  # 2 where the device can be given a pass while it runs another
 
 
 class Batcher:
@@ -92,8 +93,10 @@ class Batcher:
         self._window = given.window or Window()
         self._in_flight = InFlight()
         self._jobs: dict[Ticket, Job] = {}
-        self._running: Sequence[Part] = ()  # whose pages the device is using
-        self._free_at = -math.inf
+        self._passes_in_flight = given.passes_in_flight
+        self._running: list[Part] = []  # whose pages the device is using
+        self._passes: set[asyncio.Task[None]] = set()
+        self._free_at = self._ended_at = -math.inf
         self._work = asyncio.Event()
         self._closed = False
         self._failures = 0
@@ -229,23 +232,44 @@ class Batcher:
         while (self._jobs or self._running) and not self._gone.is_set():
             await asyncio.sleep(0.01)
         if self._loop is not None:
-            self._loop.cancel()
-            await asyncio.gather(self._loop, return_exceptions=True)
+            tasks = [self._loop, *self._passes]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
         try:
             while not self._gone.is_set():
-                if not self._jobs:
-                    self._work.clear()
-                    await self._work.wait()
+                if not self._jobs or len(self._passes) == self._passes_in_flight:
+                    await self._something()
+                    continue
                 self._drop_expired()
                 if wait := self._open_for():
                     await asyncio.sleep(wait)
                 if parts := self._compose():
-                    await self._one_pass(parts)
+                    self._start(parts)
+                elif self._passes:  # all that waits is in them
+                    await self._something()
         except Exception as error:
             self._give_up(f"the batcher itself failed: {error!r}")  # or every caller would wait for ever
             raise
+
+    async def _something(self) -> None:
+        """Waits until a request came or a pass ended."""
+        self._work.clear()
+        await self._work.wait()
+
+    def _start(self, parts: Sequence[Part]) -> None:
+        self._running += parts
+        running = asyncio.create_task(self._one_pass(parts))
+        self._passes.add(running)
+        running.add_done_callback(self._pass_ended)
+
+    def _pass_ended(self, running: asyncio.Task[None]) -> None:
+        self._passes.discard(running)
+        self._work.set()
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self._give_up(f"the batcher itself failed: {error!r}")
 
     def _open_for(self) -> float:
         """Seconds that the batch stays open for others to join."""
@@ -283,8 +307,9 @@ class Batcher:
         now = self._clock()
         for ticket in islice(self._scheduler.order(self._jobs, now), ESTIMATED):
             self._count(self._jobs[ticket])
-        order = self._scheduler.order(self._jobs, now)
-        parts = self._composer.compose((self._jobs[ticket] for ticket in order), now)
+        order = (self._jobs[ticket] for ticket in self._scheduler.order(self._jobs, now))
+        writing = [part.job for part in self._running if not part.job.prefix_written]
+        parts = self._composer.compose((job for job in order if not any(job is other for other in writing)), now)
         for part in parts:
             self._scheduler.estimate(part.job.ticket, part.work)
         return parts
@@ -292,27 +317,30 @@ class Batcher:
     async def _one_pass(self, parts: Sequence[Part]) -> None:
         began = self._clock()
         work = sum((part.work for part in parts), Work())
-        self._running = parts
-        self._free_at = began + self._scheduler.pass_time.share(work, max(work.tokens, 1))
+        self._free_at = max(began, self._free_at) + self._scheduler.pass_time.share(work, max(work.tokens, 1))
         try:
             batch = pack([part.group for part in parts], self.cache.page_size)
             packed = self._clock() - began
             reads = await self._execute(batch)
             scored = unpack(batch, reads)
         except Exception as error:  # noqa: BLE001 - whatever it was, it fails this pass and no other
-            self._running = ()
+            self._not_running(parts)
             self._failed_pass(parts, error)
             return
-        self._running = ()
+        self._not_running(parts)
         self._ran(batch, work, began)
         self._composer.finish(parts, _sound(reads, batch))
         for part in parts:
             self._charge(part, packed + reads.plan_seconds, reads.forward_seconds)
         self._hand_out(parts, scored)
 
+    def _not_running(self, parts: Sequence[Part]) -> None:
+        self._running = [part for part in self._running if not any(part is ended for ended in parts)]
+
     def _ran(self, batch: PackedBatch, work: Work, began: float) -> None:
         ended = self._clock()
-        self._failures = 0
+        began = max(began, self._ended_at)  # it had to wait for the one before it
+        self._failures, self._ended_at = 0, ended
         self._scheduler.pass_time.learn(work, ended - began)
         self._window.ran(began, ended)
         self.observer.ran(

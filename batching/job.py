@@ -70,6 +70,12 @@ class Job:
     def naive(self) -> bool:
         return self.choice.strategies[0] is Strategy.NAIVE
 
+    @property
+    def prefix_written(self) -> bool:
+        """Whether another pass of its would find all of its prefix."""
+        prefix = len(self.request.prefix)
+        return self.naive or not prefix or (self.lease is not None and self.lease.written == prefix)
+
     def pay(self, item: int, sign: int = 1) -> None:
         """From now on this item is on this job's account; with -1 no more."""
         length = self.lengths[item]

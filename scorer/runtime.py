@@ -99,7 +99,9 @@ class Runtime:
                 BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens),
                 _policy(config, model, attention, time_model, fast is not None),
                 PrefixCache(PagePool(kept_pages), config.page_size),
-                scheduling=Scheduling(shares=FairShares(config.tenant_weights)),
+                scheduling=Scheduling(
+                    shares=FairShares(config.tenant_weights), passes_in_flight=1 if fast is None else 2
+                ),
                 salt=f"{source}\0{profile.revision}".encode(),
             ),
             limits=limits,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attention.plans import Strategy
-from batching.batcher import FAILURES_IN_A_ROW
+from batching.batcher import FAILURES_IN_A_ROW, Scheduling
 from batching.errors import Closed, DeviceFailed, Expired, QueueFull
 from batching.select import StrategyError
 from loadtest.virtual_time import run as virtual
@@ -475,5 +475,51 @@ def test_a_warmed_prefix_is_found_and_kept_while_others_come_and_go(strategy):
         for n in range(12):
             await made.submit(request(range(n * 20, n * 20 + 40), [1], tenant="t"))
         assert (await made.submit(asked)).cached_prefix_tokens < 14, "after its time it goes like others"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_so_many_passes_are_with_the_device_and_no_more(in_flight):
+    """And a prefix is not computed again by a pass that begins before it is written."""
+
+    async def scenario():
+        device = FakeDevice()
+        made = batcher(device, pages=64, scheduling=Scheduling(passes_in_flight=in_flight))
+        device.gate.clear()
+        large = request(range(1, 7), *[[i, i + 1, i + 2, i] for i in range(40)])
+        small = [request(range(10 * n, 10 * n + 20), *[[n, i] for i in range(20)]) for n in range(1, 5)]
+        waiting = [asyncio.create_task(made.submit(asked)) for asked in (large, *small)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(device.batches) == in_flight
+        device.gate.set()
+        answers = await asyncio.gather(*waiting)
+        for asked, answer in zip((large, *small), answers, strict=True):
+            assert_right(asked, answer)
+        assert answers[0].computed_tokens == 6 + 40 * 4
+        await made.drain()
+        assert pages_held(made) == 0
+
+    run(scenario())
+
+
+def test_a_pass_that_fails_fails_no_other_in_flight():
+    async def scenario():
+        device = FakeDevice()
+        made = batcher(device, scheduling=Scheduling(passes_in_flight=2))
+        device.gate.clear()
+        asked = [request(range(n, n + 20), *[[n, i] for i in range(20)]) for n in (1, 50)]
+        waiting = [asyncio.create_task(made.submit(one)) for one in asked]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(device.batches) == 2
+        device.failures.append(RuntimeError("once"))
+        device.gate.set()
+        failed, right = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(failed, DeviceFailed)
+        assert_right(asked[1], right)
+        await made.drain()
+        assert pages_held(made) == 0
 
     run(scenario())
