@@ -10,7 +10,7 @@ PROTO_VENV ?= .venv-proto
 PROTO_STAMP := $(PROTO_VENV)/.stamp
 PROTO := protos/prefixrank/v1/scorer.proto
 
-.PHONY: help demo test check format stubs check-stubs bench clean
+.PHONY: help demo test check check-rules format stubs check-stubs dashboard test-observe bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,7 +22,7 @@ test: $(STAMP)  ## run the whole test suite (about ten minutes on two cores)
 	scripts/fetch_qwen3_tokenizer.sh || echo "no Qwen3 tokenizer: its test will skip and say so"
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: $(STAMP) check-stubs  ## lint, types, import contracts, wire format
+check: $(STAMP) check-stubs check-rules  ## lint, types, import contracts, wire format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -41,6 +41,18 @@ stubs: $(PROTO_STAMP)  ## regenerate the committed stubs from the proto
 
 check-stubs: $(PROTO_STAMP)  ## regenerate into a temporary folder and compare
 	scripts/generate_stubs.sh $(PROTO_VENV)/bin --compare
+
+dashboard: $(STAMP)  ## build the Grafana dashboard from its code
+	$(BIN)/python -m deploy.grafana.dashboard
+
+check-rules:  ## promtool on the Prometheus rules and their unit tests; skipped where there is no promtool
+	@bin=$$(scripts/get_prometheus.sh) && { \
+	    $$bin/promtool check rules deploy/prometheus/rules.yaml && \
+	    $$bin/promtool test rules deploy/prometheus/rules_test.yaml; \
+	} || { test $$? -eq 3 && echo "check-rules SKIPPED: no promtool to be had"; }
+
+test-observe: $(STAMP)  ## a real Prometheus scrapes a loaded service: every panel and rule shows something (two minutes)
+	PROMETHEUS_BIN=$$(scripts/get_prometheus.sh) $(BIN)/python -m pytest -m target tests/targets/test_observe.py
 
 bench: $(STAMP)  ## documents/s on this machine's CPU, beside transformers one document at a time
 	$(BIN)/prefixrank bench cpu
