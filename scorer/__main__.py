@@ -113,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     told = "every strategy's attention on a GPU, beside the article's figures"
     example = measure_commands.BENCH_ATTENTION_EXAMPLE
     measure_commands.add_bench_attention(command("attention", measure_commands.bench_attention, told, example, benches))
+    told = "open-loop load: goodput within the SLO, refusals, where the time goes"
+    measure_commands.add_bench_load(
+        command("load", measure_commands.bench_load, told, measure_commands.BENCH_LOAD_EXAMPLE, benches)
+    )
     return parser
 
 

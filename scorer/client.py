@@ -115,6 +115,7 @@ class ScorerClient:
 
     credentials  for TLS, as grpc.ssl_channel_credentials makes them
     token        a bearer token, where the server asks for one
+    interceptors gRPC's client interceptors, the first one outermost
     """
 
     def __init__(
@@ -123,13 +124,15 @@ class ScorerClient:
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[ChannelOption] = (),
         token: str | None = None,
+        interceptors: Sequence[Any] = (),
     ) -> None:
         self._token = token
         options = (*channel_options, *CHANNEL_OPTIONS)  # gRPC takes the first of equal names
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, options)
+            channel = grpc.insecure_channel(target, options)
         else:
-            self._channel = grpc.secure_channel(target, credentials, options)
+            channel = grpc.secure_channel(target, credentials, options)
+        self._channel = grpc.intercept_channel(channel, *interceptors)
         self._stub = pb_grpc.ScorerServiceStub(self._channel)
         self._health = self._channel.unary_unary(HEALTH_CHECK, _raw, _raw)
 
