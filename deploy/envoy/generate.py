@@ -20,7 +20,7 @@ from prefixrank.v1 import scorer_pb2 as pb
 
 HERE = Path(__file__).parent
 BASE, MTLS, DESCRIPTORS = HERE / "envoy.yaml", HERE / "envoy-mtls.yaml", HERE / "scorer.pb"
-SECRETS = "/etc/envoy/tls"
+SECRETS = "/etc/envoy-tls"
 TLS = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3."
 HEAD = "# Made from envoy.yaml by deploy/envoy/generate.py: TLS with certificates of one authority on both sides.\n"
 
@@ -67,14 +67,15 @@ def _socket(kind: str, **settings: Any) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes both files, or compares them."""
+    """Writes both files, or compares the second."""
     config = mtls(yaml.safe_load(BASE.read_text(encoding="utf-8")))
     made = {MTLS: (HEAD + yaml.safe_dump(config, sort_keys=False, width=120)).encode(), DESCRIPTORS: descriptors()}
     if "--check" not in arguments:
         for path, content in made.items():
             path.write_bytes(content)
         return 0
-    stale = [str(path) for path, content in made.items() if path.read_bytes() != content]
+    # Other versions of protobuf may write a descriptor's bytes in another order: the test compares what they say.
+    stale = [str(MTLS)] if MTLS.read_bytes() != made[MTLS] else []
     if stale:
         print(f"not what their code makes: {', '.join(stale)}: python -m deploy.envoy.generate", file=sys.stderr)
     return int(bool(stale))

@@ -179,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
     built = build()
     if "--check" in arguments:
         if FILE.read_text(encoding="utf-8") != built:
-            print(f"{FILE} is not what its code builds: make dashboard", file=sys.stderr)
+            print(f"{FILE} is not what its code builds: make generated", file=sys.stderr)
             return 1
         return 0
     FILE.write_text(built, encoding="utf-8")

@@ -27,7 +27,7 @@ class Envoy:
         text = (ROOT / "deploy/envoy" / file).read_text()
         text = text.replace("/etc/envoy/scorer.pb", str(ROOT / "deploy/envoy/scorer.pb"))
         if secrets is not None:
-            text = text.replace("/etc/envoy/tls", str(secrets))
+            text = text.replace("/etc/envoy-tls", str(secrets))
         config = yaml.safe_load(text.replace("/dev/stdout", str(self.log)))
         self._point(config, backends)
         change(config)
@@ -55,22 +55,16 @@ class Envoy:
     def target(self):
         return f"127.0.0.1:{self.port}"
 
-    def _get(self, path, method="GET"):
-        request = urllib.request.Request(f"http://127.0.0.1:{self.admin}/{path}", method=method)
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            return answer.read().decode()
-
-    def stat(self, name):
-        """A counter or gauge of the cluster; 0 where it is not there yet."""
-        page = self._get(f"stats?filter=^cluster.scorer.{name}$")
+    def stat(self, name, scope="cluster.scorer"):
+        """A counter or gauge; 0 where it is not there yet."""
+        url = f"http://127.0.0.1:{self.admin}/stats?filter=^{scope}.{name}$"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            page = answer.read().decode()
         return int(page.split(": ")[1]) if page.strip() else 0
 
     def healthy(self):
         """How many hosts take calls."""
         return self.stat("membership_healthy")
-
-    def drain(self):
-        self._get("drain_listeners?graceful&skip_exit", "POST")
 
     async def until_healthy(self, count):
         async with asyncio.timeout(30):

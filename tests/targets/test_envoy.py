@@ -5,12 +5,15 @@ import collections
 import json
 import os
 import signal
+import socket
+import subprocess
 import urllib.error
 import urllib.request
 from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 import pytest
+import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from prefixrank.v1 import scorer_pb2 as pb
@@ -20,7 +23,8 @@ from scorer.demo import LOOPBACK_OPTIONS, Server
 from scorer.server import SERVICE
 from tests.certificates import Pki
 from tests.scorer.test_server import free_port
-from tests.targets.envoy import Load, homes, running, upstream_of
+from tests.scorer.test_service import until
+from tests.targets.envoy import ROOT, Load, homes, running, upstream_of
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.target
@@ -309,14 +313,32 @@ def test_above_the_circuit_breaker_calls_are_refused_at_once(tmp_path):
     before(tmp_path, servicers, scenario, change=few)
 
 
-def test_a_draining_envoy_ends_what_it_has_and_its_log_has_no_key(tmp_path):
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def pre_stop(admin):
+    """The manifest's command, for this Envoy's admin port, without its long sleep."""
+    manifest, *_ = yaml.safe_load_all((ROOT / "deploy/envoy/deployment.yaml").read_text())
+    (proxy,) = manifest["spec"]["template"]["spec"]["containers"]
+    *shell, script = proxy["lifecycle"]["preStop"]["exec"]["command"]
+    assert "/9901;" in script
+    assert "sleep 30" in script
+    return [*shell, script.replace("/9901;", f"/{admin};").replace("sleep 30", "sleep 0.2")]
+
+
+def test_envoys_pre_stop_drains_it_and_its_log_has_no_key(tmp_path):
     servicers = [Stub(seconds=1.0)]
 
     async def scenario(stub, envoy):
         call = asyncio.create_task(ended(stub, "a-key-that-must-not-be-logged"))
         await asyncio.sleep(0.3)
-        await asyncio.to_thread(envoy.drain)
+        ran = await asyncio.to_thread(subprocess.run, pre_stop(envoy.admin))
+        assert ran.returncode == 0
         assert await call == "OK"
+        await until(lambda: not listens(envoy.port), 10)
+        assert envoy.process.poll() is None, "it goes on until it is told to end"
         await asyncio.sleep(11)  # Envoy flushes its log every ten seconds
         (line,) = [a for a in envoy.accesses() if a["path"].endswith("/Score")]
         assert (line["code"], line["attempts"]) == (200, 1)
