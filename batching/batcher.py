@@ -317,7 +317,8 @@ class Batcher:
     async def _one_pass(self, parts: Sequence[Part]) -> None:
         began = self._clock()
         work = sum((part.work for part in parts), Work())
-        self._free_at = max(began, self._free_at) + self._scheduler.pass_time.share(work, max(work.tokens, 1))
+        starts = began if len(self._passes) < 2 else max(began, self._free_at)  # behind the pass that runs
+        self._free_at = starts + self._scheduler.pass_time.share(work, max(work.tokens, 1))
         try:
             batch = pack([part.group for part in parts], self.cache.page_size)
             packed = self._clock() - began

@@ -26,8 +26,8 @@ from batching.select import Threshold
 from batching.shares import FairShares
 from batching.types import Item, TokenizedRequest
 from loadtest.sim_device import DeviceTime, SimDevice, device_time
+from loadtest.traces import PROFILES, Call, Profile, calls
 from loadtest.virtual_time import run
-from loadtest.workload import PROFILES, Call, Profile, calls
 
 PAGE = 16
 PASS_TOKENS, PASS_ITEMS = 16_384, 1024

@@ -1,96 +1,195 @@
-"""Seeded traces of calls. Pure: lengths and times, no text."""
+"""Seeded traces of ranking traffic: who asks when, with which prefix and how long documents. Pure: no clock, no wire.
+
+Lengths are in tokens; the text made for them has about as many, since its words are one token each in most tokenizers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
 
-import numpy as np
-from numpy.typing import NDArray
+Draw = Callable[[random.Random], int]
+Z95 = 1.6449  # standard deviations from the median to p95 of a normal distribution
+
+_TEXT = """
+the of and to in a is that for it was on are as with his they at be this from have or by one had not but what
+all were when we there can an your which their said if do will each about how up out them then she many some so
+these would other into has more her two like him see time could no make than first been its who now people my
+made over did down only way find use may water long little very after words called just where most know get
+through back much before go good new write our used me man too any day same right look think also around another
+came come work three
+"""
+WORDS = tuple(_TEXT.split())
+
+
+class Reuse(StrEnum):
+    """Which requests share a prefix beyond the template."""
+
+    NONE = "none"  # every prefix is new
+    USER = "user"  # a user's prefix comes back 3 to 5 times
+    ZIPF = "zipf"  # a few prefixes are asked for most of the time
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One kind of caller.
-
-    prefix     tokens of the prefix, of which the first `template` are the same for everyone
-    document   median tokens of a document, template included; spread: sigma of their logarithm
-    documents  of one call: between these
-    seconds    what the caller waits at most
-    prefixes   distinct ones; 0: each call has its own
-    zipf       exponent of how often each is asked for; 0: all alike
-    """
+    """One kind of traffic. prefix: the caller's part of it, without the profile's template; slo: p99 in seconds."""
 
     name: str
-    prefix: int
-    document: int
-    documents: tuple[int, int]
-    seconds: float
-    template: int = 61
-    spread: float = 0.0
-    prefixes: int = 0
-    zipf: float = 0.0
-    tenant: str = ""
-    priority: int = 0
-
-
-# Lengths as search teams publish them; see README.
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        Profile("web-rerank", 68, 89, (100, 100), 0.1, spread=0.385),
-        Profile("jobs", 120, 180, (10, 10), 0.5),
-        Profile("feed", 2048, 64, (32, 200), 0.2, prefixes=400),
-        Profile("titles", 512, 16, (500, 1000), 0.1, prefixes=200, zipf=1.0),
-        Profile("long", 70, 400, (20, 50), 0.3, spread=0.15),
-        Profile("short", 70, 90, (5, 15), 0.1),
-        Profile("bulk", 70, 90, (150, 250), 0.5),
-    )
-}
+    prefix: Draw
+    item: Draw
+    documents: Draw
+    reuse: Reuse
+    slo: float
+    told: str
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """at: seconds since the trace began; prefix_id: equal for equal prefixes of one profile; documents: tokens each."""
+class Arrival:
+    """at: seconds after the start; prefix: equal numbers have equal text; items: tokens of each document."""
 
     at: float
-    profile: Profile
-    prefix_id: int
-    documents: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        return self.profile.prefix + sum(self.documents)
+    prefix: int
+    prefix_tokens: int
+    items: tuple[int, ...]
+    seed: int
 
 
-def calls(
-    mix: Sequence[tuple[Profile, float]], per_second: float, seconds: float, seed: int, burst: float = 1.0
-) -> list[Call]:
-    """Open-loop Poisson arrivals of a mix of profiles by weight.
+def fixed(*values: int) -> Draw:
+    """One of these, each as likely."""
+    return lambda r: r.choice(values)
 
-    burst: in one second of ten as many times more come, and fewer in the other nine, so that the mean stays.
+
+def normal(mean: float, deviation: float) -> Draw:
+    """At least 1."""
+    return lambda r: max(1, round(r.gauss(mean, deviation)))
+
+
+def lognormal(p50: float, p95: float) -> Draw:
+    """At least 1, with this median and 95th percentile."""
+    sigma = math.log(p95 / p50) / Z95
+    return lambda r: max(1, round(r.lognormvariate(math.log(p50), sigma)))
+
+
+def log_uniform(low: int, high: int) -> Draw:
+    """As often between 1 and 10 as between 10 and 100."""
+    return lambda r: round(math.exp(r.uniform(math.log(low), math.log(high))))
+
+
+TEMPLATE_ITEM = 13  # tokens of a reranker's template in each document; the lengths below are without it
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            "web-rerank", normal(7, 3), lognormal(76, 155), fixed(100), Reuse.NONE, 0.1, "passages for a short query"
+        ),
+        Profile("jobs", normal(60, 10), normal(167, 20), fixed(10, 10, 10, 250), Reuse.NONE, 0.5, "distinct prefixes"),
+        Profile(
+            "feed",
+            lognormal(2048, 8192),
+            fixed(64 - TEMPLATE_ITEM),
+            log_uniform(32, 200),
+            Reuse.USER,
+            0.2,
+            "a user's history, asked for again soon",
+        ),
+        Profile("titles", fixed(512), fixed(4), log_uniform(500, 1000), Reuse.ZIPF, 0.1, "many short titles"),
+        Profile("long", normal(9, 3), log_uniform(287, 499), log_uniform(20, 50), Reuse.NONE, 0.3, "long documents"),
+        Profile(
+            "adversarial",
+            fixed(8000),
+            log_uniform(1, 1024),
+            log_uniform(1, 1000),
+            Reuse.NONE,
+            math.inf,
+            "unique long prefixes that fill any cache",
+        ),
+        Profile("laptop", normal(7, 3), normal(12, 3), fixed(2, 4), Reuse.ZIPF, 5.0, "small enough for a CPU"),
+    )
+}
+ZIPF_PREFIXES = 1000
+USERS_AT_ONCE = 50
+
+
+def arrivals(
+    profile: Profile, rate: float, seconds: float, seed: int = 0, burst: float = 1.0, scale: float = 1.0
+) -> Iterator[Arrival]:
+    """Poisson arrivals for so many seconds, `rate` of them a second in the mean.
+
+    burst: of every ten seconds, one has this many times the mean rate and the others so much less.
+    scale: of all lengths.
     """
-    rng = np.random.default_rng(seed)
-    weights = np.array([weight for _, weight in mix])
-    made: list[Call] = []
-    now = 0.0
+    assert rate > 0, "something arrives"
+    assert 1 <= burst <= 10, "a burst has at most all of the calls"
+    r = random.Random(f"{profile.name} {seed}")
+    prefixes = _prefixes(profile, r, scale)
+    at = 0.0
+    while (at := at + r.expovariate(rate * burst)) < seconds:
+        if r.random() * burst >= _shape(at, burst):  # thinned: candidates come at the burst's rate
+            continue
+        number, tokens = next(prefixes)
+        items = tuple(max(1, round(profile.item(r) * scale)) for _ in range(profile.documents(r)))
+        yield Arrival(at, number, tokens, items, r.getrandbits(32))
+
+
+def _shape(at: float, burst: float) -> float:
+    return burst if at % 10 < 1 else (10 - burst) / 9
+
+
+def _prefixes(profile: Profile, r: random.Random, scale: float) -> Iterator[tuple[int, int]]:
+    """Number and tokens of each request's prefix."""
+
+    def length() -> int:
+        return max(1, round(profile.prefix(r) * scale))
+
+    match profile.reuse:
+        case Reuse.NONE:
+            number = 0
+            while True:
+                yield number, length()
+                number += 1
+        case Reuse.USER:
+            yield from _users(r, length)
+        case Reuse.ZIPF:
+            yield from _zipf(r, length)
+
+
+def _users(r: random.Random, length: Callable[[], int]) -> Iterator[tuple[int, int]]:
+    number = 0
+    active: list[list[int]] = []
     while True:
-        calm = (10 - burst) / 9
-        rate = per_second * (burst if int(now) % 10 == 0 else calm)
-        now += float(rng.exponential(1 / rate))
-        if now >= seconds:
-            return made
-        profile = mix[int(rng.choice(len(mix), p=weights / weights.sum()))][0]
-        made.append(_call(now, profile, len(made), rng))
+        if len(active) < USERS_AT_ONCE:
+            active.append([number, length(), r.randint(3, 5)])
+            number += 1
+        user = r.choice(active)
+        user[2] -= 1
+        if not user[2]:
+            active.remove(user)
+        yield user[0], user[1]
 
 
-def _call(at: float, profile: Profile, number: int, rng: np.random.Generator) -> Call:
-    count = int(rng.integers(profile.documents[0], profile.documents[1] + 1))
-    lengths = profile.document * np.exp(profile.spread * rng.standard_normal(count))
-    prefix = number if not profile.prefixes else int(rng.choice(profile.prefixes, p=_popularity(profile)))
-    return Call(at, profile, prefix, tuple(int(n) for n in np.clip(lengths, 1, 8192)))
+def _zipf(r: random.Random, length: Callable[[], int]) -> Iterator[tuple[int, int]]:
+    lengths = [length() for _ in range(ZIPF_PREFIXES)]
+    upto = list(accumulate(1 / rank for rank in range(1, ZIPF_PREFIXES + 1)))
+    while True:
+        number = bisect_left(upto, r.uniform(0, upto[-1]))
+        yield number, lengths[number]
 
 
-def _popularity(profile: Profile) -> NDArray[np.float64]:
-    weights = 1.0 / np.arange(1, profile.prefixes + 1) ** profile.zipf
-    return np.asarray(weights / weights.sum())
+def text(seed: str, tokens: int) -> str:
+    """Words, about as many as tokens; equal for equal seeds."""
+    return " ".join(random.Random(seed).choices(WORDS, k=tokens))
+
+
+def prefix_text(profile: Profile, arrival: Arrival) -> str:
+    """The caller's prefix: equal for equal numbers."""
+    return text(f"{profile.name} prefix {arrival.prefix}", arrival.prefix_tokens)
+
+
+def document_texts(arrival: Arrival) -> list[str]:
+    """The documents, each another one."""
+    return [text(f"document {arrival.seed} {i}", tokens) for i, tokens in enumerate(arrival.items)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scorer import eval_command, measure_commands, remote, score_command
+from scorer import eval_command, measure_commands, remote, score_command, top
 from scorer.errors import StartError
 from scorer.flags import MODEL_SETTINGS, SETTINGS, add_settings, as_arguments, config_of, given_flags
 
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     told = "ask a server whether it serves"
     remote.add_health(command("health", remote.health, told, remote.HEALTH_EXAMPLE))
+    top.add_arguments(command("top", top.run, "what a server does right now", top.EXAMPLE))
     add_settings(command("demo", _demo, "see it work on the embedded model", DEMO_EXAMPLE), MODEL_SETTINGS)
 
     verify = command("verify", _verify, "prove that packed scores equal those of one document alone", VERIFY_EXAMPLE)
@@ -112,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     told = "every strategy's attention on a GPU, beside the article's figures"
     example = measure_commands.BENCH_ATTENTION_EXAMPLE
     measure_commands.add_bench_attention(command("attention", measure_commands.bench_attention, told, example, benches))
+    told = "open-loop load: goodput within the SLO, refusals, where the time goes"
+    measure_commands.add_bench_load(
+        command("load", measure_commands.bench_load, told, measure_commands.BENCH_LOAD_EXAMPLE, benches)
+    )
     return parser
 
 

@@ -57,7 +57,7 @@ class BatchingMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         counts = CacheCounts() if self._cache is None else self._cache.counts
         tokens = CounterMetricFamily(
-            "prefixrank_prefix_tokens", "Prefix tokens of requests, by where their K/V was found", labels=["found"]
+            "prefixrank_cache_tokens", "Prefix tokens of requests, by where their K/V was found", labels=["found"]
         )
         tokens.add_metric(["pages"], counts.hit_tokens)
         tokens.add_metric(["nowhere"], counts.missed_tokens)

@@ -11,6 +11,7 @@ AsyncScorerClient has the same methods as coroutines.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
@@ -23,7 +24,15 @@ from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer import affinity
 from scorer.client_errors import FieldViolation, ScorerError, error_of, raise_unless_passing, scorer_error
 
-__all__ = ["AsyncScorerClient", "FieldViolation", "RequestOptions", "ScorerClient", "ScorerError", "build_request"]
+__all__ = [
+    "ROUND_ROBIN",
+    "AsyncScorerClient",
+    "FieldViolation",
+    "RequestOptions",
+    "ScorerClient",
+    "ScorerError",
+    "build_request",
+]
 
 MAX_MESSAGE_BYTES = 64 << 20
 DEFAULT_TIMEOUT = 60.0
@@ -41,6 +50,26 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name.encode()
 HEALTH_REQUEST = bytes((0x0A, len(SERVICE))) + SERVICE
 SERVING = b"\x08\x01"
+
+# For a target with several addresses, such as "dns:///prefixrank-headless:50051": each call to the next replica that is
+# SERVING, and a call that met one that stops once more to another.
+_SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": SERVICE.decode()},
+    "methodConfig": [
+        {
+            "name": [{"service": SERVICE.decode()}],
+            "retryPolicy": {
+                "maxAttempts": 3,
+                "initialBackoff": "0.02s",
+                "maxBackoff": "0.2s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+}
+ROUND_ROBIN: tuple[ChannelOption, ...] = (("grpc.service_config", json.dumps(_SERVICE_CONFIG)),)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -117,6 +146,7 @@ class ScorerClient:
 
     credentials  for TLS, as grpc.ssl_channel_credentials makes them
     token        a bearer token, where the server asks for one
+    interceptors gRPC's client interceptors, the first one outermost
     """
 
     def __init__(
@@ -125,13 +155,15 @@ class ScorerClient:
         credentials: grpc.ChannelCredentials | None = None,
         channel_options: Sequence[ChannelOption] = (),
         token: str | None = None,
+        interceptors: Sequence[Any] = (),
     ) -> None:
         self._token = token
         options = (*channel_options, *CHANNEL_OPTIONS)  # gRPC takes the first of equal names
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, options)
+            channel = grpc.insecure_channel(target, options)
         else:
-            self._channel = grpc.secure_channel(target, credentials, options)
+            channel = grpc.secure_channel(target, credentials, options)
+        self._channel = grpc.intercept_channel(channel, *interceptors)
         self._stub = pb_grpc.ScorerServiceStub(self._channel)
         self._health = self._channel.unary_unary(HEALTH_CHECK, _raw, _raw)
 

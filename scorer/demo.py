@@ -170,14 +170,15 @@ def _compare(console: Console, config: Config, queries: Sequence[Query], rate: f
 
 @dataclass
 class Server:
-    """`prefixrank serve` as a process, on free loopback ports."""
+    """`prefixrank serve` as a process, on free loopback ports unless one is given for gRPC."""
 
     arguments: Sequence[str] = ()
+    port: int = 0
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
     def __post_init__(self) -> None:
         command = [sys.executable, "-m", "scorer", "serve", *self.arguments]
-        loopback = ["--host=127.0.0.1", "--port=0", "--metrics-port=0"]
+        loopback = ["--host=127.0.0.1", f"--port={self.port}", "--metrics-port=0"]
         self.process = subprocess.Popen([*command, *loopback], stderr=subprocess.PIPE, text=True, errors="replace")
         self.target: str | None = None
         self.metrics: str | None = None

@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from scorer import remote
+
+LOAD_PROFILES = ("web-rerank", "jobs", "feed", "titles", "long", "adversarial", "laptop")
+
 EXPLAIN_EXAMPLE = """example:
   prefixrank explain --prefix 96 --items 4,4 --q-tile 8
   prefixrank explain --prefix 2048 --items 64x32 --cached 2048 --json
@@ -30,6 +34,52 @@ BENCH_ATTENTION_EXAMPLE = """example:
 One layer, heads 16/8, head_dim 128, page 16. Times in milliseconds: `event` between CUDA events around single calls,
 host launch time included; `gpu` of calls captured in a CUDA graph, without it. Writing a new row's K/V to its page is
 not attention and left out; what a strategy writes again (tail pages) or gathers is in. Exit codes: 0; 2."""
+
+
+BENCH_LOAD_EXAMPLE = """example:
+  prefixrank bench load                                         (a server of its own with the embedded model)
+  prefixrank bench load --target localhost:50051 --profile web-rerank --rates 10,20,40 --seconds 30
+
+Open loop: calls arrive at random, --rates of them a second in the mean, whether or not earlier ones are answered.
+goodput: documents/s of calls answered within the profile's SLO. Times in milliseconds; queue and compute are p99.
+Exit codes: 0; 1 an accepted call timed out, or a call failed for another reason than load; 2 no server."""
+
+
+def add_bench_load(parser: argparse.ArgumentParser) -> None:
+    told = "a running server (default: one of its own with the embedded model)"
+    parser.add_argument("--target", metavar="HOST:PORT", help=told)
+    parser.add_argument("--profile", choices=LOAD_PROFILES, default="laptop", help="of the traffic (default: laptop)")
+    parser.add_argument("--rates", type=_rates, default=[1.0], metavar="X,X", help="calls a second (default: 1)")
+    parser.add_argument("--seconds", type=float, default=15.0, metavar="X", help="of each rate (default: 15)")
+    told = "times the mean rate in one second of ten, 1 to 10 (default: 1)"
+    parser.add_argument("--burst", type=_burst, default=1.0, metavar="X", help=told)
+    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="of all lengths (default: 1)")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of each call (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the traffic (default: 0)")
+    parser.add_argument("--parameters", type=float, default=0.0, metavar="N", help="of the model, to tell FLOP/s")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures, a JSON object a rate")
+    remote.add_remote(parser)
+
+
+def _rates(given: str) -> list[float]:
+    """Comma-separated calls a second, each above 0. Raises ValueError."""
+    found = [float(rate) for rate in given.split(",")]
+    if not all(0 < rate < float("inf") for rate in found):
+        raise ValueError("rates are above 0")
+    return found
+
+
+def _burst(given: str) -> float:
+    """Raises ValueError."""
+    if not 1 <= float(given) <= 10:
+        raise ValueError("between 1 and 10")
+    return float(given)
+
+
+def bench_load(args: argparse.Namespace) -> int:
+    from loadtest.open_loop import run
+
+    return run(args)
 
 
 def add_explain(parser: argparse.ArgumentParser) -> None:

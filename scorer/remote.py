@@ -32,7 +32,7 @@ def connect(args: argparse.Namespace) -> ScorerClient:
     from scorer.client import ScorerClient
 
     try:
-        return ScorerClient(args.target, _credentials(args), token=_token(args.token_file))
+        return ScorerClient(args.target, credentials(args), token=token(args.token_file))
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
 
@@ -57,7 +57,8 @@ def health(args: argparse.Namespace) -> int:
     return 0
 
 
-def _credentials(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
+def credentials(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
+    """None where no TLS is asked for. Raises ConfigError or OSError."""
     if args.server_ca is None:
         if args.client_certificate or args.client_key:
             raise ConfigError("--client-certificate and --client-key need --server-ca")
@@ -72,7 +73,8 @@ def _credentials(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(args.server_ca.read_bytes(), key, certificate)
 
 
-def _token(path: Path | None) -> str | None:
+def token(path: Path | None) -> str | None:
+    """The first word of the file. Raises ConfigError or OSError."""
     if path is None:
         return None
     words = path.read_text(encoding="utf-8").split()

@@ -6,5 +6,9 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from hypothesis import settings
 
+# How long an example takes says more of the machine's other work than of the code.
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
 torch.set_num_threads(1)

@@ -7,8 +7,8 @@ import pytest
 from loadtest.sim_device import device_time
 from loadtest.simulate import MIX, Setting, capacity, flood, overload, policies, simulate
 from loadtest.simulate_report import plot, report
+from loadtest.traces import PROFILES, calls
 from loadtest.virtual_time import run
-from loadtest.workload import PROFILES, calls
 
 DEVICE = device_time()
 

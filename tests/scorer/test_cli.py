@@ -34,7 +34,9 @@ def piped(text, *arguments):
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "score", "health", "demo", "verify", "explain", "calibrate", "bench cpu", "bench attention"]
+    "command",
+    ["serve", "score", "health", "top", "demo", "verify", "explain", "calibrate"]
+    + [f"bench {what}" for what in ("cpu", "attention", "load")],
 )
 def test_help_shows_an_example_and_units(capsys, command):
     code, out, _ = cli(capsys, *command.split(), "--help")

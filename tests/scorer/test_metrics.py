@@ -29,7 +29,7 @@ def test_every_series_is_there_at_zero_before_traffic():
     for reason in ("queue_full", "deadline", "tenant_share"):
         assert before["prefixrank_admission_refusals_total", ("reason", reason)] == 0
     for found in ("pages", "nowhere"):
-        assert before["prefixrank_prefix_tokens_total", ("found", found)] == 0
+        assert before["prefixrank_cache_tokens_total", ("found", found)] == 0
     for strategy in Strategy:
         assert before["prefixrank_strategy_documents_total", ("strategy", strategy.value)] == 0
     for name in (
@@ -137,8 +137,8 @@ def test_what_the_batcher_and_its_cache_did_is_told():
     observer.cancelled()
     observer.ran(512, 0.5, 3)
     after = samples(metrics)
-    assert after["prefixrank_prefix_tokens_total", ("found", "pages")] == 8
-    assert after["prefixrank_prefix_tokens_total", ("found", "nowhere")] == 16
+    assert after["prefixrank_cache_tokens_total", ("found", "pages")] == 8
+    assert after["prefixrank_cache_tokens_total", ("found", "nowhere")] == 16
     assert after["prefixrank_cache_evicted_blocks_total",] == 2
     assert after["prefixrank_cache_blocks",] == 2
     assert after["prefixrank_admission_refusals_total", ("reason", "deadline")] == 1

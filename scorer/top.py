@@ -1,0 +1,173 @@
+"""`prefixrank top`: what a server does right now, from two readings of its metrics."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scorer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+EXAMPLE = """example:
+  prefixrank top --target localhost:9100
+
+Rates are of the last --interval seconds, times in milliseconds. Exit codes: 0; 2 no metrics there."""
+
+Key = tuple[str, frozenset[tuple[str, str]]]
+Samples = Mapping[Key, float]
+STAGES = ("tokenize", "queue", "plan", "forward", "total")
+QUANTILES = (0.5, 0.9, 0.99)
+READ_SECONDS = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    told = "a server's metrics (default: localhost:9100)"
+    parser.add_argument("--target", metavar="HOST:PORT", default="localhost:9100", help=told)
+    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between readings (default: 2)")
+    parser.add_argument("--count", type=int, default=0, metavar="N", help="stop after N views (default: never)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows views until --count or the keyboard ends it."""
+    from rich.console import Console
+    from rich.live import Live
+
+    def read() -> Samples:
+        return fetch(f"http://{args.target}/metrics")
+
+    console = Console()
+    views = _views(read, args.interval, args.count)
+    if not console.is_terminal:
+        for each in views:
+            console.print(each)
+        return 0
+    with Live(next(views), console=console, auto_refresh=False, screen=args.count == 0) as live:
+        for each in views:
+            live.update(each, refresh=True)
+    return 0
+
+
+def _views(read: Callable[[], Samples], interval: float, count: int) -> Iterator[RenderableType]:
+    before, at = read(), time.monotonic()
+    shown = 0
+    while not count or shown < count:
+        time.sleep(interval)
+        after, now = read(), time.monotonic()
+        yield view(Reading(before, after, now - at))
+        before, at, shown = after, now, shown + 1
+
+
+def fetch(url: str) -> Samples:
+    """The samples at this address. Raises ConfigError where there are none."""
+    try:
+        with urllib.request.urlopen(url, timeout=READ_SECONDS) as page:
+            return parse(page.read().decode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no metrics at {url}: {error}") from None
+
+
+def parse(text: str) -> Samples:
+    """The samples of a metrics page. Raises ValueError."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = text_string_to_metric_families(text)
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Two readings and the seconds between them."""
+
+    before: Samples
+    after: Samples
+    seconds: float
+
+    def now(self, name: str, **labels: str) -> float:
+        """A gauge; 0 where it is absent."""
+        return self.after.get(_key(name, labels), 0.0)
+
+    def rate(self, name: str, **labels: str) -> float:
+        """A counter's growth in a second. A server that started anew counts from zero."""
+        key = _key(name, labels)
+        grown = self.after.get(key, 0.0) - self.before.get(key, 0.0)
+        return (grown if grown >= 0 else self.after.get(key, 0.0)) / self.seconds
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Rates by the values of one label, the largest first; those at zero are left out."""
+        names = f"prefixrank_{name}"
+        values = {dict(labels).get(label, "") for known, labels in self.after if known == names}
+        rates = {value: self.rate(name, **{label: value}) for value in values}
+        return {value: rate for value, rate in sorted(rates.items(), key=lambda x: -x[1]) if rate > 0}
+
+    def quantile(self, q: float, stage: str) -> float | None:
+        """Seconds, interpolated within a bucket as Prometheus does; None where nothing was answered."""
+        buckets = sorted(
+            (float(dict(labels)["le"]), self.rate("stage_seconds_bucket", **dict(labels)))
+            for name, labels in self.after
+            if name == "prefixrank_stage_seconds_bucket" and dict(labels).get("stage") == stage
+        )
+        return quantile(q, buckets)
+
+
+def quantile(q: float, buckets: list[tuple[float, float]]) -> float | None:
+    """buckets: (upper bound, count up to it), ascending, the last bound infinite."""
+    total = buckets[-1][1] if buckets else 0.0
+    if not total:
+        return None
+    wanted, lower, below = q * total, 0.0, 0.0
+    for upper, count in buckets:
+        if count >= wanted and count > below:
+            return lower if upper == float("inf") else lower + (upper - lower) * (wanted - below) / (count - below)
+        lower, below = upper, count
+    return lower
+
+
+def view(reading: Reading) -> RenderableType:
+    """One picture of a reading."""
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.table import Table
+
+    stages = Table("stage", *(f"p{q * 100:g} ms" for q in QUANTILES), title="time of answered calls")
+    for stage in STAGES:
+        times = [reading.quantile(q, stage) for q in QUANTILES]
+        stages.add_row(stage, *("-" if t is None else f"{t * 1000:.1f}" for t in times))
+    calls = _rates("calls/s by code", reading.by("requests_total", "code"))
+    documents = _rates("documents/s by status", reading.by("documents_total", "status"))
+    strategies = _rates("documents/s by strategy", reading.by("strategy_documents_total", "strategy"))
+    return Group(_headline(reading), stages, Columns([calls, documents, strategies]))
+
+
+def _headline(reading: Reading) -> str:
+    computed, saved = reading.rate("computed_tokens_total"), reading.rate("saved_tokens_total")
+    prefix, cached = reading.rate("prefix_tokens_total"), reading.rate("cached_prefix_tokens_total")
+    state = "serving" if reading.now("serving") else "NOT SERVING"
+    return (
+        f"{state}   in flight {reading.now('in_flight_requests'):g}   queue {reading.now('queue_tokens'):g} tokens   "
+        f"computed {computed:.0f} tokens/s   saved {_share(saved, saved + computed)}   "
+        f"prefix cached {_share(cached, prefix)}   drift {reading.now('self_check_drift'):.2g}"
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _rates(title: str, rates: Mapping[str, float]) -> RenderableType:
+    from rich.table import Table
+
+    table = Table("", "", title=title, show_header=False)
+    for name, rate in rates.items():
+        table.add_row(name, f"{rate:.1f}")
+    return table
+
+
+def _key(name: str, labels: Mapping[str, str]) -> Key:
+    return f"prefixrank_{name}", frozenset(labels.items())

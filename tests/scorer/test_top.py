@@ -1,0 +1,86 @@
+import asyncio
+import io
+import math
+
+import pytest
+from prometheus_client import generate_latest
+from rich.console import Console
+
+from scorer.__main__ import main
+from scorer.client import AsyncScorerClient
+from scorer.metrics import Metrics
+from scorer.top import Reading, parse, quantile, view
+from tests.scorer.test_metrics import answer
+from tests.scorer.test_server import Life, run
+
+
+def page(metrics):
+    return parse(generate_latest(metrics.registry).decode())
+
+
+def shown(reading):
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(view(reading))
+    return console.export_text()
+
+
+@pytest.mark.parametrize(("q", "expected"), [(0.5, 0.1), (0.25, 0.05), (0.75, 0.15), (0.99, 0.2), (0.9999, 0.2)])
+def test_quantiles_are_prometheus_own(q, expected):
+    counts = [(0.1, 50.0), (0.2, 99.0 if q > 0.9 else 100.0), (math.inf, 100.0)]
+    assert quantile(q, counts) == pytest.approx(expected, abs=0.003)
+
+
+def test_no_answers_no_quantile():
+    assert quantile(0.5, []) is None
+    assert quantile(0.5, [(0.1, 0.0), (math.inf, 0.0)]) is None
+
+
+def test_rates_are_of_the_time_between_two_readings():
+    metrics = Metrics("1")
+    metrics.answered(*answer(total_seconds=0.05))
+    before = page(metrics)
+    for _ in range(10):
+        metrics.answered(*answer(total_seconds=0.05))
+        metrics.requests.labels("OK").inc()
+    metrics.serving.set(1)
+    reading = Reading(before, page(metrics), 2.0)
+    assert reading.rate("computed_tokens_total") == 60
+    assert reading.by("requests_total", "code") == {"OK": 5}
+    assert reading.by("documents_total", "status") == {"ok": 5, "numeric_error": 5}
+    assert 0.02 < reading.quantile(0.99, "total") <= 0.05
+    assert reading.quantile(0.99, "forward") <= 0.001
+    told = shown(reading)
+    assert told.startswith("serving   in flight 0")
+    assert "computed 60 tokens/s   saved 20%" in told
+
+
+def test_a_server_that_started_anew_counts_from_zero():
+    old, new = Metrics("1"), Metrics("1")
+    for _ in range(5):
+        old.requests.labels("OK").inc()
+    new.requests.labels("OK").inc()
+    assert Reading(page(old), page(new), 1.0).rate("requests_total", code="OK") == 1
+    assert "NOT SERVING" in shown(Reading(page(old), page(new), 1.0))
+
+
+def test_it_looks_at_a_listening_server(capsys):
+    async def scenario():
+        async with Life() as life, AsyncScorerClient(await life.listening()) as client:
+            looking = asyncio.to_thread(
+                main, ["top", f"--target={life.addresses.metrics}", "--interval=0.3", "--count=2"]
+            )
+            looking = asyncio.create_task(looking)
+            while not looking.done():
+                await client.score("q", ["a", "b"])
+                await asyncio.sleep(0.01)
+            assert await looking == 0
+
+    run(scenario)
+    told = capsys.readouterr().out
+    assert told.count("time of answered calls") == 2
+    assert "OK" in told
+
+
+def test_no_metrics_are_a_clear_error(capsys):
+    assert main(["top", "--target=127.0.0.1:9", "--count=1"]) == 2
+    assert "no metrics at http://127.0.0.1:9/metrics" in capsys.readouterr().err
