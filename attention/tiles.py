@@ -26,11 +26,15 @@ WAVES = 2  # parts that a processor should get when there are too few tiles: as 
 
 
 class Cut(NamedTuple):
-    """How a kernel cuts: rows of a tile, KV heads, each of which has a CTA for every tile, and keys of a block."""
+    """How a kernel cuts: rows of a tile, KV heads, each of which has a CTA for every tile, and keys of a block.
+
+    aligned: every item begins a tile of its own, so that its rows meet their keys in the same blocks wherever it stands
+    """
 
     tokens: int
     columns: int
     keys: int = 64
+    aligned: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +105,7 @@ class _Builder:
             start[count - len(places) :] = rows[count - len(places) :] - places + 1
         self._item_start[first : first + count] = start
         slots, runs = shared[shared < self._cached], _runs(shared[shared >= self._cached] - self._cached)
-        begin = _cuts(start - first, cut.tokens, len(shared))
+        begin = _cuts(start - first, cut, len(shared))
         end = np.append(begin[1:], count)
         tiles = np.zeros((len(begin), COLUMNS), np.int32)
         tiles[:, ROW] = first + begin
@@ -143,19 +147,24 @@ def _runs(rows: Ints) -> Ints:
     return np.stack([rows[begins], lengths], axis=1).astype(np.int32)
 
 
-def _cuts(start: Ints, tokens: int, shared: int) -> Ints:
+def _cuts(start: Ints, cut: Cut, shared: int) -> Ints:
     """First row of each tile. start: [rows] first row of each row's item, both counted from 0.
 
     A tile may begin inside an item and reach into the next ones. It then scans that item's beginning under the mask,
     for rows that mostly do not see it, which is cheaper than a half-empty tile unless the item is longer than the
     shared part.
     """
-    count = len(start)
+    count, tokens = len(start), cut.tokens
+    changes = np.append(np.flatnonzero(np.diff(start)) + 1, count)  # first row of each later item
+    if cut.aligned:
+        lengths = np.diff(changes, prepend=0)
+        tiles = -(-lengths // tokens)
+        within: Ints = (np.arange(int(tiles.sum())) - np.repeat(np.cumsum(tiles) - tiles, tiles)).astype(np.int32)
+        return np.repeat(changes - lengths, tiles).astype(np.int32) + within * np.int32(tokens)
     even = np.arange(0, count, tokens, dtype=np.int32)
     ends = np.minimum(even + tokens, count) - 1
     if not ((start[ends] != start[even]) & (even - start[even] > shared)).any():
         return even
-    changes = np.append(np.flatnonzero(np.diff(start)) + 1, count)  # first row of each later item
     cuts, at = [], 0
     while at < count:
         cuts.append(at)
@@ -186,7 +195,7 @@ def count_blocks(shape: LaunchShape, cut: Cut) -> tuple[Ints, Ints, Ints]:
             last = item + int(np.searchsorted(np.cumsum(shape.items[item:]), q_len)) + 1
             lengths = shape.items[item:last]
             start, item = np.repeat(indptr(lengths)[:-1], lengths), last
-        begin = _cuts(start, cut.tokens, shared)
+        begin = _cuts(start, cut, shared)
         end = np.append(begin[1:], q_len)
         own = _own_begin(start, begin, end, cut.keys)
         full = shared // cut.keys + (own - start[begin]) // cut.keys

@@ -49,8 +49,11 @@ class Replayed:
     """The choice under AUTO where whole passes of the fused strategy are replayed from CUDA graphs.
 
     A replay saves the launches of every operator, tens of milliseconds a pass: more than strategies differ by.
+
+    only  no other strategy may be asked for: its bits would differ
     """
 
+    only: bool = False
     window: None = None
 
 
@@ -82,6 +85,8 @@ def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy, cac
     """
     prefix, window = len(request.prefix), policy.window
     if request.strategy is not None:
+        if isinstance(policy, Replayed) and policy.only and request.strategy is not Strategy.FUSED:
+            raise StrategyError(f"the service is invariant, and {request.strategy} would give other bits: fused")
         if request.strategy in DENSE and (tokens := prefix + sum(len(item.ids) for item in items)) > DENSE_TOKENS:
             raise StrategyError(f"{request.strategy} takes requests of up to {DENSE_TOKENS} tokens, got {tokens}")
         refuse(request.strategy, prefix, max(len(item.ids) for item in items), window)
@@ -89,6 +94,8 @@ def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy, cac
     if isinstance(policy, Replayed):
         if (longest := max(len(item.ids) for item in items)) <= MAX_ITEM_TOKENS:
             return Choice((Strategy.FUSED,) * len(items), "replayed from a CUDA graph")
+        if policy.only:
+            raise StrategyError(f"the service is invariant up to items of {MAX_ITEM_TOKENS} tokens, got {longest}")
         return Choice((Strategy.DIRECT_RAGGED,) * len(items), f"an item of {longest} tokens")
     if isinstance(policy, Measured):
         return _by_time(prefix, cached, items, policy)

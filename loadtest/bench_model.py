@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,8 +19,11 @@ from attention.kv_pages import KvPages
 from attention.plans import Strategy
 from batching.packing import Group, pack
 from batching.types import PackedBatch, TokenizedRequest
-from loadtest.shapes import SATURATION, SHAPES, SIZES, Shape, Size, random_model, request
-from scorer.fast_path import FastPath
+from loadtest.shapes import SATURATION, SHAPES, SIZES, Shape, random_model, request
+from scorer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from scorer.fast_path import FastPath
 
 PAGE_SIZE = 16
 DISTINCT = 48  # requests with prefixes of their own
@@ -39,6 +43,7 @@ class Row:
     """
 
     size: str
+    quantization: str
     shape: Shape
     alone_ms: float
     host_ms: float
@@ -51,17 +56,24 @@ class Row:
     tflops: float
 
 
-def run(sizes: Sequence[str], output: Path | None, pass_tokens: int, profile: Path | None) -> int:
+def run(
+    sizes: Sequence[str], output: Path | None, pass_tokens: int, profile: Path | None, quantization: str = "none"
+) -> int:
     """Measures and prints; appends JSON lines to `output`."""
+    if not torch.cuda.is_available():
+        raise ConfigError("bench model needs an NVIDIA GPU")
+    from scorer.fast_path import FastPath, Mode
+
     console = Console()
     for name in sizes:
         started = time.perf_counter()
-        path = fast_path(SIZES[name], pass_tokens)
+        mode = Mode(fp8=quantization == "fp8")
+        path = FastPath(random_model(SIZES[name]), KvPages(1, PAGE_SIZE), 0, 16_384, pass_tokens, mode)
         seconds = path.capture(paged=False)
         whole, held = time.perf_counter() - started, torch.cuda.max_memory_allocated() / 2**30
         console.print(f"{name}: {path.graphs} graphs in {seconds:.1f} s, start {whole:.1f} s, {held:.1f} GiB")
         for shape in SHAPES:
-            row = measure(path, name, shape, pass_tokens)
+            row = measure(path, name, shape, pass_tokens, quantization)
             console.print(_line(row), highlight=False, soft_wrap=True)
             if output is not None:
                 _append(output, row)
@@ -72,12 +84,7 @@ def run(sizes: Sequence[str], output: Path | None, pass_tokens: int, profile: Pa
     return 0
 
 
-def fast_path(size: Size, pass_tokens: int) -> FastPath:
-    model = random_model(size)
-    return FastPath(model, KvPages(1, PAGE_SIZE), 0, 16_384, pass_tokens)
-
-
-def measure(path: FastPath, name: str, shape: Shape, pass_tokens: int) -> Row:
+def measure(path: FastPath, name: str, shape: Shape, pass_tokens: int, quantization: str) -> Row:
     size = SIZES[name]
     requests = [request(shape, seed) for seed in range(DISTINCT)]
     alone, host = _alone(path, requests)
@@ -86,6 +93,7 @@ def measure(path: FastPath, name: str, shape: Shape, pass_tokens: int) -> Row:
     floor = size.floor(shape)
     return Row(
         size=name,
+        quantization=quantization,
         shape=shape,
         alone_ms=1e3 * alone,
         host_ms=1e3 * host,

@@ -114,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     example = measure_commands.BENCH_ATTENTION_EXAMPLE
     measure_commands.add_bench_attention(command("attention", measure_commands.bench_attention, told, example, benches))
     told = "open-loop load: goodput within the SLO, refusals, where the time goes"
+    told = "the engine alone on a GPU, beside its floor"
+    model = command("model", measure_commands.bench_model, told, measure_commands.BENCH_MODEL_EXAMPLE, benches)
+    measure_commands.add_bench_model(model)
+    told = "the service through gRPC, requests as token ids"
+    serve = command("serve", measure_commands.bench_serve, told, measure_commands.BENCH_SERVE_EXAMPLE, benches)
+    measure_commands.add_bench_serve(serve)
     measure_commands.add_bench_load(
         command("load", measure_commands.bench_load, told, measure_commands.BENCH_LOAD_EXAMPLE, benches)
     )

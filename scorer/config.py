@@ -104,6 +104,12 @@ class Config(BaseModel):
         "auto",
         description="the hand-fused path with CUDA graphs where model and GPU allow it; off: the model's modules",
     )
+    quantization: Literal["none", "fp8"] = Field(
+        "none", description="fp8: matrix products in FP8, scaled by row and channel; needs the hand-fused path"
+    )
+    invariant: bool = Field(
+        False, description="the same document gets the same bits whatever shares its pass; needs the hand-fused path"
+    )
     policy: Literal["auto", "threshold", "measured"] = Field(
         "auto",
         description="how AUTO chooses; auto: fused where graphs replay it, measured on FlashInfer, else threshold",

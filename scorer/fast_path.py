@@ -47,6 +47,19 @@ HEAD_ROWS = 512
 UNSPLIT = 1 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How passes are computed.
+
+    fp8        products of weights and activations in FP8
+    invariant  the same document gets the same bits whatever shares its pass: one bucket, so that every product runs by
+               the same kernel; every item begins a tile, so that its keys are summed in the same blocks; no split
+    """
+
+    fp8: bool = False
+    invariant: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
     """A captured pass. ints: its arrays on the device; hidden [reads, width]; logits [reads, LABELS] fp32."""
@@ -60,19 +73,30 @@ class FastPath:
     """Scores passes whose items all take the `fused` strategy. One thread submits; any may wait for results."""
 
     def __init__(
-        self, model: ScoringModel, kv_pages: KvPages, kept_pages: int, positions: int, most_tokens: int
+        self,
+        model: ScoringModel,
+        kv_pages: KvPages,
+        kept_pages: int,
+        positions: int,
+        most_tokens: int,
+        mode: Mode = Mode(),
     ) -> None:
         """positions: of the longest path. most_tokens: rows of a pass beyond which nothing is captured."""
         self._model = model
-        self._fused = FusedModel(model, positions)
+        self._fused = FusedModel(model, positions, mode.fp8)
         self._kv_pages = kv_pages
         self._kept_pages = kept_pages
         self._blocks = Blocks.of(self._fused.head_dim)
-        self._cut = self._blocks.cut(self._fused.heads, self._fused.kv_heads)
-        self._buckets = token_buckets(most_tokens)
+        self._cut = self._blocks.cut(self._fused.heads, self._fused.kv_heads)._replace(aligned=mode.invariant)
+        self._buckets = (most_tokens,) if mode.invariant else token_buckets(most_tokens)
+        self._split_tokens = 0 if mode.invariant else SPLIT_TOKENS
+        self._invariant = mode.invariant
         self._graphs: dict[GraphKey, Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        most = max(places(GraphKey(most_tokens, most_tokens, True, split), self._cut)[1] for split in (False, True))
+        most = max(
+            places(GraphKey(most_tokens, most_tokens, True, split), self._cut)[1]
+            for split in {False, not mode.invariant}
+        )
         self._ints = torch.zeros(most, dtype=torch.int32, device=model.device)
         self._staging = [_Staging(most) for _ in range(IN_FLIGHT)]
         self._cached = self._make_cached(CACHED_TOKENS if kept_pages else 1)
@@ -86,9 +110,9 @@ class FastPath:
         """Captures every graph that traffic can meet and returns the seconds it took. paged: prefixes are kept."""
         started = time.perf_counter()
         for tokens in reversed(self._buckets):
-            for reads in sorted({few_reads(tokens), tokens}, reverse=True):
+            for reads in sorted({tokens} if self._invariant else {few_reads(tokens), tokens}, reverse=True):
                 for with_pages in {False, paged}:
-                    for split in {False, tokens <= SPLIT_TOKENS}:
+                    for split in {False, tokens <= self._split_tokens}:
                         self._capture(GraphKey(tokens, reads, with_pages, split))
         torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -102,6 +126,9 @@ class FastPath:
         started = time.perf_counter()
         arrays = self._arrays(batch, page_size)
         key = graph_key(arrays, self._buckets, self._cut)
+        if self._invariant:
+            assert key is not None, "an invariant pass fits its one graph"
+            key = key._replace(reads=key.tokens)
         graph = None if key is None else self._graphs.get(key)
         staging = self._next_staging()
         if graph is not None and key is not None:
@@ -126,7 +153,7 @@ class FastPath:
         found = Residency.of(layout, pages, planned)
         assert not len(found.copy_from), "the pages of one path begin where its segments do"
         (launch,) = planned.launches
-        shortest = SHORTEST_SPLIT if layout.rows <= SPLIT_TOKENS else UNSPLIT
+        shortest = SHORTEST_SPLIT if layout.rows <= self._split_tokens else UNSPLIT
         tiles = tile(launch, layout.rows, found.place, found.cached_slots, self._cut, shortest)
         labels = np.unique(batch.read_ids)
         return PassArrays(

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from attention.plans import MaskKey
-from scorer.fused_ops import add_rms_norm, rms_norm, rotate, silu_mul
+from scorer.fused_ops import FP8, FP8_MAX, Quantized, Rows, add_rms_norm, quantize, rms_norm, rotate, silu_mul
 from scorer.model import ScoringModel
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MLP_ROWS = 16_384  # rows that the wide middle of the MLP exists for at a time
 PLAIN = (MaskKey(None, 0.0),)
 
+# Rows times a weight matrix: [n, in] -> [n, out]
+Projection = Callable[[Any], Tensor]
 # (layer, q [n, heads, head_dim], k and v [n, kv_heads, head_dim]) -> [n, heads, head_dim]
 FusedAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -29,10 +31,10 @@ FusedAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class FusedLayer:
     """One layer's weights. norms: of query and key heads, where the family has them."""
 
-    qkv: nn.Linear
-    out: nn.Linear
-    gate_up: nn.Linear
-    down: nn.Linear
+    qkv: Projection
+    out: Projection
+    gate_up: Projection
+    down: Projection
     before_attention: Tensor
     before_mlp: Tensor
     norms: tuple[Tensor, Tensor] | None
@@ -66,8 +68,9 @@ class FusedModel:
     heads, kv_heads, head_dim, scale, layers  of the model
     """
 
-    def __init__(self, model: ScoringModel, positions: int) -> None:
-        """positions: the longest path that will be asked for. The model must have no `refusal`."""
+    def __init__(self, model: ScoringModel, positions: int, fp8: bool = False) -> None:
+        """positions: the longest path that will be asked for. fp8: weights by output channel, activations by row, as
+        they come; embeddings, norms, attention and head stay as they are. The model must have no `refusal`."""
         assert not refusal(model), "a refused model has no fused path"
         assert model.head_shape is not None, "checked by refusal"
         self.heads, self.kv_heads, self.head_dim, self.scale, self.dtype = model.head_shape
@@ -76,7 +79,8 @@ class FusedModel:
         self._norm = cast(Tensor, decoder.norm.weight)
         self._eps = float(model.hf.config.rms_norm_eps)
         self._table = _rotary_table(decoder.rotary_emb, positions, model.device)
-        self._layers = tuple(_fuse(layer) for layer in decoder.layers)
+        self._fp8 = fp8
+        self._layers = tuple(_fuse(layer, fp8) for layer in decoder.layers)
         self.layers = len(self._layers)
         self.device = model.device
 
@@ -87,17 +91,24 @@ class FusedModel:
         The last layer computes queries, keys and values for all rows, and the rest for the rows that are read.
         """
         x = self._embed(ids)
-        y = rms_norm(x, self._layers[0].before_attention, self._eps)
+        y = rms_norm(x, self._layers[0].before_attention, self._eps, self._fp8)
         for number, layer in enumerate(self._layers):
             mixed = self._attention(number, layer, y, positions, attend)
             if number == self.layers - 1 and reads is not None:
                 mixed, x = mixed.index_select(0, reads), x.index_select(0, reads)
-            y = add_rms_norm(x, layer.out(mixed), layer.before_mlp, self._eps)
-            after = self._norm if number == self.layers - 1 else self._layers[number + 1].before_attention
-            y = add_rms_norm(x, _mlp(layer, y), after, self._eps)
-        return y
+            attended = layer.out(quantize(mixed) if self._fp8 else mixed)
+            y = add_rms_norm(x, attended, layer.before_mlp, self._eps, self._fp8)
+            last = number == self.layers - 1
+            after = self._norm if last else self._layers[number + 1].before_attention
+            y = add_rms_norm(x, self._mlp(layer, y), after, self._eps, self._fp8 and not last)
+        return cast(Tensor, y)
 
-    def _attention(self, number: int, layer: FusedLayer, y: Tensor, positions: Tensor, attend: FusedAttend) -> Tensor:
+    def _mlp(self, layer: FusedLayer, y: Rows) -> Tensor:
+        """In parts, so that its wide middle stays small."""
+        parts = [layer.down(silu_mul(layer.gate_up(part), self._fp8)) for part in _parts(y)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attention(self, number: int, layer: FusedLayer, y: Rows, positions: Tensor, attend: FusedAttend) -> Tensor:
         qkv = layer.qkv(y)
         rotate(qkv, self.heads, self.kv_heads, self._table, positions, layer.norms, self._eps)
         sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
@@ -105,24 +116,54 @@ class FusedModel:
         return attend(number, q, k, v).flatten(1)
 
 
-def _mlp(layer: FusedLayer, y: Tensor) -> Tensor:
-    if len(y) <= MLP_ROWS:
-        return cast(Tensor, layer.down(silu_mul(layer.gate_up(y))))
-    return torch.cat([layer.down(silu_mul(layer.gate_up(part))) for part in torch.split(y, MLP_ROWS)])
+def _parts(y: Rows) -> list[Rows]:
+    """At most MLP_ROWS rows each."""
+    if isinstance(y, Quantized):
+        halves = (torch.split(part, MLP_ROWS) for part in y)
+        return [Quantized(*pair) for pair in zip(*halves, strict=True)]
+    return list(torch.split(y, MLP_ROWS))
 
 
-def _fuse(layer: Any) -> FusedLayer:
+def _fuse(layer: Any, fp8: bool) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
+    made: Callable[[nn.Linear], Projection] = Fp8Linear if fp8 else _as_it_is
     has_norms = hasattr(attention, "q_norm")
     return FusedLayer(
-        qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
-        out=attention.o_proj,
-        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
-        down=mlp.down_proj,
+        qkv=made(_joined([attention.q_proj, attention.k_proj, attention.v_proj])),
+        out=made(attention.o_proj),
+        gate_up=made(_joined([mlp.gate_proj, mlp.up_proj])),
+        down=made(mlp.down_proj),
         before_attention=layer.input_layernorm.weight,
         before_mlp=layer.post_attention_layernorm.weight,
         norms=(attention.q_norm.weight, attention.k_norm.weight) if has_norms else None,
     )
+
+
+def _as_it_is(linear: nn.Linear) -> Projection:
+    return linear
+
+
+class Fp8Linear:
+    """A weight matrix in FP8, scaled by output channel. Takes Quantized rows; needs compute capability 8.9."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        wide = linear.weight.detach().float()
+        scales = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+        self._weight = (wide / scales).to(FP8)
+        self._scales = scales.T.contiguous()
+        self._bias = linear.bias
+        self._dtype = linear.weight.dtype
+
+    def __call__(self, x: Quantized) -> Tensor:
+        return torch._scaled_mm(
+            x.values,
+            self._weight.T,
+            scale_a=x.scales,
+            scale_b=self._scales,
+            bias=self._bias,
+            out_dtype=self._dtype,
+            use_fast_accum=True,
+        )
 
 
 def _joined(parts: list[nn.Linear]) -> nn.Linear:

@@ -5,28 +5,57 @@ They round where transformers' modules round, so that both bodies and the module
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+
+class Quantized(NamedTuple):
+    """Rows in FP8: values [n, width], and the fp32 scale [n, 1] that each row is to be multiplied by."""
+
+    values: Tensor
+    scales: Tensor
+
+
+Rows = Tensor | Quantized
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantized: bool = False) -> Rows:
     """[n, width] like x: x over its root mean square, times weight."""
     if x.is_cuda:
         from scorer import fused_triton
 
-        return fused_triton.rms_norm(x, None, weight, eps)
-    return _norm(x, weight, eps)
+        return fused_triton.rms_norm(x, None, weight, eps, quantized)
+    return _finish(_norm(x, weight, eps), quantized)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, quantized: bool = False) -> Rows:
     """x += delta in place; [n, width] the norm of the sum."""
     if x.is_cuda:
         from scorer import fused_triton
 
-        return fused_triton.rms_norm(x, delta, weight, eps)
+        return fused_triton.rms_norm(x, delta, weight, eps, quantized)
     x += delta
-    return _norm(x, weight, eps)
+    return _finish(_norm(x, weight, eps), quantized)
+
+
+def quantize(x: Tensor) -> Quantized:
+    """Each row by its own largest value."""
+    if x.is_cuda:
+        from scorer import fused_triton
+
+        return fused_triton.quantize(x)
+    scales = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
+    return Quantized((x.float() / scales).to(FP8), scales)
+
+
+def _finish(x: Tensor, quantized: bool) -> Rows:
+    return quantize(x) if quantized else x
 
 
 def rotate(
@@ -57,14 +86,14 @@ def rotate(
     qkv[:, : (heads + kv_heads) * head_dim] = torch.cat(turned, dim=2).to(qkv.dtype).flatten(1)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, quantized: bool = False) -> Rows:
     """[n, width] from [n, 2 width]: silu of the first half times the second."""
     if gate_up.is_cuda:
         from scorer import fused_triton
 
-        return fused_triton.silu_mul(gate_up)
+        return fused_triton.silu_mul_quantized(gate_up) if quantized else fused_triton.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=1)
-    return functional.silu(gate) * up
+    return _finish(functional.silu(gate) * up, quantized)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,34 +7,77 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from scorer.fused_ops import FP8, FP8_MAX, Quantized, Rows
+
 SILU_BLOCK = 1024
 
 
-def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, quantized: bool) -> Rows:
     """The norm of x, or of x + delta, which then replaces x. x, delta: [n, width] contiguous."""
-    out = torch.empty_like(x)
+    out, scales = _places(x, x.shape[1], quantized)
     width = x.shape[1]
     block = triton.next_power_of_2(width)
     _rms_norm[(len(x),)](
-        x, x if delta is None else delta, weight, out, eps, WIDTH=width, ADD=delta is not None, BLOCK=block,
+        x, x if delta is None else delta, weight, out, scales, eps,
+        WIDTH=width, ADD=delta is not None, QUANTIZED=quantized, BLOCK=block, MOST=FP8_MAX,
         num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
-    return out
+    return Quantized(out, scales) if quantized else out
+
+
+def quantize(x: Tensor) -> Quantized:
+    """See `scorer.fused_ops.quantize`. x: [n, width] contiguous."""
+    out, scales = _places(x, x.shape[1], quantized=True)
+    block = triton.next_power_of_2(x.shape[1])
+    warps = min(8, max(1, block // 512))
+    _quantize[(len(x),)](x, out, scales, WIDTH=x.shape[1], BLOCK=block, MOST=FP8_MAX, num_warps=warps)
+    return Quantized(out, scales)
+
+
+def _places(x: Tensor, width: int, quantized: bool) -> tuple[Tensor, Tensor]:
+    """Where a kernel writes its rows and, if any, their scales."""
+    if not quantized:
+        return torch.empty((len(x), width), dtype=x.dtype, device=x.device), x
+    out = torch.empty((len(x), width), dtype=FP8, device=x.device)
+    return out, torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
 
 
 @triton.jit
-def _rms_norm(x, delta, weight, out, eps, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * WIDTH
+def _store(value, out, scales, row, at, inside, WIDTH: tl.constexpr, QUANTIZED: tl.constexpr, MOST: tl.constexpr):
+    """A row as it is, or in FP8 with its scale."""
+    if QUANTIZED:
+        wide = value.to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12) / MOST
+        tl.store(scales + row, scale)
+        tl.store(out + row * WIDTH + at, (wide / scale).to(tl.float8e4nv), inside)
+    else:
+        tl.store(out + row * WIDTH + at, value, inside)
+
+
+@triton.jit
+def _quantize(x, out, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
-    value = tl.load(x + row + at, inside, 0.0)
+    _store(tl.load(x + row * WIDTH + at, inside, 0.0), out, scales, row, at, inside, WIDTH, True, MOST)
+
+
+@triton.jit
+def _rms_norm(
+    x, delta, weight, out, scales, eps,
+    WIDTH: tl.constexpr, ADD: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    value = tl.load(x + row * WIDTH + at, inside, 0.0)
     if ADD:
-        value = value + tl.load(delta + row + at, inside, 0.0)
-        tl.store(x + row + at, value, inside)
+        value = value + tl.load(delta + row * WIDTH + at, inside, 0.0)
+        tl.store(x + row * WIDTH + at, value, inside)
     wide = value.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     scaled = tl.load(weight + at, inside, 0.0) * normed.to(value.dtype)
-    tl.store(out + row + at, scaled, inside)
+    _store(scaled, out, scales, row, at, inside, WIDTH, QUANTIZED, MOST)
 
 
 def rotate(
@@ -103,3 +146,24 @@ def _silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + at, inside, 0.0)
     wide = gate.to(tl.float32)
     tl.store(out + row * WIDTH + at, (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up, inside)
+
+
+def silu_mul_quantized(gate_up: Tensor) -> Quantized:
+    """See `scorer.fused_ops.silu_mul`: a program takes a whole row, as its largest value scales it."""
+    width = gate_up.shape[1] // 2
+    out, scales = _places(gate_up, width, quantized=True)
+    block = triton.next_power_of_2(width)
+    _silu_mul_quantized[(len(gate_up),)](gate_up, out, scales, WIDTH=width, BLOCK=block, MOST=FP8_MAX, num_warps=8)
+    return Quantized(out, scales)
+
+
+@triton.jit
+def _silu_mul_quantized(gate_up, out, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    gate = tl.load(gate_up + row * (2 * WIDTH) + at, inside, 0.0)
+    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + at, inside, 0.0)
+    wide = gate.to(tl.float32)
+    product = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up
+    _store(product, out, scales, row, at, inside, WIDTH, True, MOST)

@@ -45,6 +45,51 @@ goodput: documents/s of calls answered within the profile's SLO. Times in millis
 Exit codes: 0; 1 an accepted call timed out, or a call failed for another reason than load; 2 no server."""
 
 
+BENCH_MODEL_EXAMPLE = """example:
+  prefixrank bench model --size 0.6B --size 4B --output model.jsonl
+  prefixrank bench model --size 0.6B --profile profiles        (time by kernel, from a Torch profiler trace)
+
+The engine alone on a GPU: Qwen3's shapes with seeded random weights in bf16, requests as token ids. `alone`: one
+request at a time; items/s: requests batched into passes of --pass-tokens, two in flight. Floors are an H200's: dense
+FLOPs / 790 TFLOP/s + attention FLOPs / 600 TFLOP/s. Exit codes: 0; 2 no GPU."""
+
+BENCH_SERVE_EXAMPLE = """example:
+  prefixrank bench serve                                        (a server of its own, random weights, 0.6B's shape)
+  prefixrank bench serve --target localhost:50051 --size 4B --output serve.jsonl
+
+Token ids through gRPC from this process to another: closed loops of 1, 8 and 32 calls at once, every prefix new or one
+of four, and Poisson arrivals. Exit codes: 0; 2."""
+
+
+def add_bench_model(parser: argparse.ArgumentParser) -> None:
+    told = "shape of the model; may be repeated (default: 0.6B)"
+    parser.add_argument("--size", action="append", choices=["0.6B", "4B", "8B"], help=told)
+    parser.add_argument("--pass-tokens", type=int, default=16_384, metavar="N", help="of a pass (default: 16384)")
+    parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="of weights (default: none)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write the time by kernel of two shapes there")
+
+
+def bench_model(args: argparse.Namespace) -> int:
+    from loadtest.bench_model import run
+
+    return run(args.size or ["0.6B"], args.output, args.pass_tokens, args.profile, args.quantization)
+
+
+def add_bench_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", choices=["0.6B", "4B", "8B"], default="0.6B", help="shape (default: 0.6B)")
+    parser.add_argument("--target", metavar="HOST:PORT", help="a running server of that shape")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="X", help="of each run (default: 2)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--server-args", default="", metavar="ARGS", help="further settings of the server")
+
+
+def bench_serve(args: argparse.Namespace) -> int:
+    from loadtest.bench_serve import run
+
+    return run(args)
+
+
 def add_bench_load(parser: argparse.ArgumentParser) -> None:
     told = "a running server (default: one of its own with the embedded model)"
     parser.add_argument("--target", metavar="HOST:PORT", help=told)

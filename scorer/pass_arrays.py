@@ -13,6 +13,7 @@ from attention.tiles import BEFORE, COLUMNS, OWN, OWN_END, PART, PROCESSORS, ROW
 LABELS = 16  # distinct label tokens of a pass whose logits a graph computes
 SPLIT_TOKENS = 2_048  # a pass of more rows fills the machine without splitting a tile's keys
 READ_SHARE = 8  # graphs are made for one read in so many tokens, and for a read at every token
+ALIGNED_ITEMS = 2_048  # items and prefixes of a pass whose items all begin tiles
 CACHED_TOKENS = 65_536  # cached keys that one pass may name
 
 
@@ -70,7 +71,8 @@ def token_buckets(most: int) -> tuple[int, ...]:
 
 def tile_capacity(tokens: int, cut: Cut, split: bool) -> int:
     """Tiles that a graph of so many tokens has room for: full ones, and a partial one for each of many requests."""
-    return 2 * -(-tokens // cut.tokens) + 16 + tokens // 32 + (part_capacity(tokens, cut) if split else 0)
+    partial = min(tokens, ALIGNED_ITEMS) if cut.aligned else 16 + tokens // 32
+    return 2 * -(-tokens // cut.tokens) + partial + (part_capacity(tokens, cut) if split else 0)
 
 
 def part_capacity(tokens: int, cut: Cut) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 EMBEDDED_PROFILE = "smollm2"
 # Cancelling, deadlines and other callers wait for one pass: long enough for the kernels, short enough for them.
 PASS_TOKENS = {"cpu": 1024, "cuda": 16_384}
+INVARIANT_TOKENS = 4096  # every pass costs as much as a full one
+KEY_BLOCK = 64  # keys that the fused kernel takes at a time
 MAX_PASS_ITEMS = 1024  # with the tokens of a pass it bounds the pages that a plan may need
 
 
@@ -169,7 +172,7 @@ def _check_item_end(profile: Profile, model: ScoringModel, tokenization: Tokeniz
 
 
 def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
-    pass_tokens = config.max_pass_tokens or PASS_TOKENS[model.device.type]
+    pass_tokens = config.max_pass_tokens or (INVARIANT_TOKENS if config.invariant else PASS_TOKENS[model.device.type])
     longest = config.max_context_tokens or (pass_tokens if model.device.type == "cuda" else model.max_context)
     context = min(model.max_context, longest)
     return Limits(
@@ -206,27 +209,47 @@ def _attention(config: Config, model: ScoringModel, kv_pages: KvPages, time_mode
 def _fast_path(
     config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPages, kept_pages: int
 ) -> FastPath | None:
-    """The hand-fused path with its graphs captured, or None with the reason told."""
-    if model.device.type != "cuda" or config.compile == "off" or config.policy in ("measured", "threshold"):
+    """The hand-fused path with its graphs captured, or None with the reason told.
+
+    Raises ConfigError where a setting needs it and it cannot be.
+    """
+    fp8, invariant = config.quantization == "fp8", config.invariant
+    if reason := _no_fast_path(config, model):
+        if fp8 or invariant:
+            raise ConfigError(f"{'quantization fp8' if fp8 else 'invariant'} needs the hand-fused path: {reason}")
+        if model.device.type == "cuda":
+            log.warning("no hand-fused path: %s; the model runs by its own modules, operator by operator", reason)
         return None
-    if reason := refusal(model):
-        log.warning("no hand-fused path: %s; the model runs by its own modules, operator by operator", reason)
-        return None
-    try:
-        from scorer.fast_path import FastPath
-    except ImportError as error:
-        log.warning("no hand-fused path: %s", error)
-        return None
-    fast = FastPath(model, kv_pages, kept_pages, limits.max_context_tokens, limits.max_pass_tokens)
+    from scorer.fast_path import FastPath, Mode
+
+    mode = Mode(fp8, invariant)
+    fast = FastPath(model, kv_pages, kept_pages, limits.max_context_tokens, limits.max_pass_tokens, mode)
     seconds = fast.capture(paged=kept_pages > 0)
     log.info("hand-fused path: %d CUDA graphs captured in %.1f s", fast.graphs, seconds)
+    if fp8:
+        log.info("fp8: q, k, v, output, gate, up and down projections of every layer; all else as it is")
     return fast
+
+
+def _no_fast_path(config: Config, model: ScoringModel) -> str:
+    """Why there is none; empty where there is one."""
+    if model.device.type != "cuda":
+        return "it runs on an NVIDIA GPU"
+    if config.compile == "off":
+        return "--compile off"
+    if config.policy != "auto":
+        return f"--policy {config.policy} chooses among the other strategies"
+    if config.invariant and config.page_size % KEY_BLOCK:
+        return f"invariant wants pages that are whole blocks of keys: --page-size {KEY_BLOCK}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    return refusal(model)
 
 
 def _policy(config: Config, model: ScoringModel, attention: Attention, time_model: TimeModel, fast: bool) -> Policy:
     """How AUTO chooses."""
     if fast:
-        return Replayed()
+        return Replayed(only=config.invariant)
     window = _shortest_window(model)
     if config.policy == "measured" or (config.policy == "auto" and attention.name == "flashinfer"):
         return Measured(time_model, window)

@@ -11,18 +11,33 @@ from attention.mask import visible
 from attention.planner import plan
 from attention.plans import Pages, Strategy
 from attention.residency import Residency
-from attention.tiles import BEFORE, OWN, OWN_END, PART, ROW, ROWS, RUN, RUN_END, SLOTS, Cut, count_blocks, expand, tile
+from attention.tiles import (
+    BEFORE,
+    OWN,
+    OWN_END,
+    PART,
+    ROW,
+    ROWS,
+    RUN,
+    RUN_END,
+    SLOT,
+    SLOTS,
+    Cut,
+    count_blocks,
+    expand,
+    tile,
+)
 from tests.attention.draw import cases
 
 KEYS = 32  # of a block
 
 
-def cut(layout, pages, tokens, columns=8, shortest=10_000):
+def cut(layout, pages, tokens, columns=8, shortest=10_000, aligned=False):
     made = plan(layout, [Strategy.FUSED] * len(layout.leaves), pages)
     place = Residency.of(layout, pages, made).place
     (launch,) = made.launches
     slots = np.arange(layout.tokens - layout.rows, dtype=np.int32)
-    return tile(launch, layout.rows, place, slots, Cut(tokens, columns, KEYS), shortest), place
+    return tile(launch, layout.rows, place, slots, Cut(tokens, columns, KEYS, aligned), shortest), place
 
 
 @given(case=cases(), tokens=st.sampled_from([1, 2, 7, 16, 64]), shortest=st.sampled_from([1, 5, 10_000]))
@@ -32,6 +47,38 @@ def test_counts_are_the_mask(case, tokens, shortest):
     tiles, place = cut(layout, pages, tokens, columns=0, shortest=shortest)
     np.testing.assert_array_equal(expand(tiles, place), visible(layout).astype(np.int32))
     assert (tiles.tiles[:, ROWS] <= tokens).all()
+
+
+def blocks_of(tiles, place, cached, row):
+    """The blocks of keys that a row meets, in order, as positions along its own path: what its bits depend on."""
+    (one,) = [t for t in tiles.tiles if t[ROW] <= row < t[ROW] + t[ROWS]]
+    runs = tiles.runs[one[RUN] : one[RUN_END]]
+    stretches = [(one[SLOT], one[SLOT] + one[SLOTS]), *[(r, r + n) for r, n in runs], (one[BEFORE], one[OWN])]
+    met, at = [], 0
+    for begin, end in stretches:
+        for j in range(begin, end, KEYS):
+            count = min(KEYS, end - j)
+            met.append((at, at + count))
+            at += count
+    first = max(int(one[OWN]), int(tiles.item_start[row]))
+    assert first == one[OWN], "the masked part begins where the item does, or a whole block later"
+    return [*met, (at, at + row - first)]
+
+
+@given(case=cases(deep=False), tokens=st.sampled_from([4, 16, 64]), seed=st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_aligned_rows_meet_their_keys_in_the_same_blocks_whatever_stands_beside_them(case, tokens, seed):
+    layout, pages = case
+    tiles, place = cut(layout, pages, tokens, aligned=True)
+    np.testing.assert_array_equal(expand(tiles, place), visible(layout).astype(np.int32))
+    leaf = int(np.random.default_rng(seed).choice(layout.leaves))
+    path = np.array(layout.path(leaf))
+    alone = Layout.of([Segment(d - 1, int(layout.length[s]), int(layout.cached[s])) for d, s in enumerate(path)])
+    kept = Pages(pages.page_size, pages.first_scratch, tuple(pages.kept[s] for s in path))
+    tiles_alone, place_alone = cut(alone, kept, tokens, aligned=True)
+    for offset in range(int(layout.length[leaf])):
+        row, row_alone = int(layout.row_start[leaf]) + offset, int(alone.row_start[-2]) + offset
+        assert blocks_of(tiles, place, 0, row) == blocks_of(tiles_alone, place_alone, 0, row_alone)
 
 
 @given(case=cases(), tokens=st.sampled_from([4, 16]))

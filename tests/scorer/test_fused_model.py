@@ -10,6 +10,7 @@ from attention.planner import plan
 from attention.plans import MaskKey, Pages, Strategy
 from attention.torch_backend import TorchAttention
 from scorer.fused_model import FusedModel, refusal
+from scorer.fused_ops import quantize
 from tests.models import FAMILIES, tiny
 
 PLAIN = MaskKey(None, 0.0)
@@ -56,3 +57,14 @@ def test_fusing_holds_no_weight_twice():
 def test_the_others_are_refused_with_their_reason(family):
     reason = refusal(tiny(family))
     assert (reason == "") == (family in FUSED), reason
+
+
+def test_rows_in_fp8_come_back_within_their_steps():
+    """e4m3 has three bits of mantissa: a value is off by a sixteenth of itself at most, small ones by a fixed step."""
+    x = torch.randn(33, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 33)[:, None]
+    values, scales = quantize(x)
+    back = values.float() * scales
+    step = x.abs().amax(1, keepdim=True) / 448 * 2.0**-9
+    assert ((back - x).abs() <= x.abs() / 16 + step).all()
+    zeros = quantize(torch.zeros(2, 96))
+    assert (zeros.values.float() * zeros.scales == 0).all()
