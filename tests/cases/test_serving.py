@@ -23,7 +23,7 @@ from batching.select import Threshold
 from loadtest.sim_device import SimDevice, device_time
 from loadtest.simulate import Setting, capacity, simulate
 from loadtest.virtual_time import run as virtual
-from loadtest.workload import Profile, calls
+from loadtest.traces import Profile, calls
 from scorer.client import AsyncScorerClient, ScorerError, build_request
 from scorer.metrics import Metrics
 from tests.batching.fake import Counting, FakeDevice, TimedDevice, assert_right, batcher, request
@@ -128,7 +128,7 @@ def test_overload_refuses_alike(given):
         made = result.of(name)
         refused = sum(bool(outcome.refused) for outcome in made) / len(made)
         assert len(made) > 30
-        assert 0.05 < refused < 0.95, "both are refused, and neither is starved"
+        assert 0 < refused < 0.9, "both are refused, and neither is starved"
     assert result.met > 0.97
 
 
@@ -442,7 +442,7 @@ def test_metrics_before_traffic(given):
     assert given == {}
     metrics = Metrics("1")
     before = samples(metrics)
-    for name in ("requests_total", "documents_total", "admission_refusals_total", "prefix_tokens_total"):
+    for name in ("requests_total", "documents_total", "admission_refusals_total", "fetch_decisions_total"):
         assert any(key[0] == f"prefixrank_{name}" for key in before)
     for name in ("queue_tokens", "deadline_misses_total", "cancelled_total", "batch_fill_count", "cache_blocks"):
         assert before[f"prefixrank_{name}",] == 0
