@@ -21,6 +21,7 @@ from batching.prefix_cache import Chain, PrefixCache
 from batching.scheduler import Asked, Order, Scheduler, SchedulerLimits, Ticket, by_due
 from batching.select import Policy, choose
 from batching.shares import FairShares
+from batching.tiering import Rates, ReadAhead, Tiers
 from batching.types import Ints, Item, PackedBatch, Reads, RequestScores, Scored, TokenizedRequest
 from batching.window import Window
 
@@ -73,8 +74,12 @@ class Batcher:
         clock: Callable[[], float] = time.monotonic,
         scheduling: Scheduling | None = None,
         salt: bytes = b"",
+        tiers: tuple[Tiers, Rates] | None = None,
     ) -> None:
-        """salt: what the cached K/V depends on beside tokens and tenant: the model and the profile's revision."""
+        """salt: what the cached K/V depends on beside tokens and tenant: the model and the profile's revision.
+
+        tiers: stores below the pages, and how fast they are.
+        """
         given = scheduling or Scheduling()
         self._execute = execute
         self._limits = limits
@@ -89,6 +94,10 @@ class Batcher:
             given.shares,
             given.order,
         )
+        self.ahead: ReadAhead | None = None
+        if tiers is not None:
+            times = self._scheduler.pass_time
+            self.ahead = ReadAhead(cache, tiers[0], tiers[1], times, limits.max_pass_tokens, clock)
         self._composer = Composer(cache, limits.max_pass_tokens, limits.max_pass_items)
         self._window = given.window or Window()
         self._in_flight = InFlight()
@@ -142,6 +151,7 @@ class Batcher:
         self._jobs[job.ticket] = job
         self._in_flight.join(job)
         self._count(job)
+        self._read_ahead(job)
         self._work.set()
         if self._loop is None:
             self._loop = asyncio.create_task(self._run())
@@ -152,6 +162,14 @@ class Batcher:
             raise
         finally:
             self._leave(job)
+
+    def _read_ahead(self, job: Job) -> None:
+        """Where a tier has the prefix sooner than it could be computed, the job waits for it."""
+        if self.ahead is None or job.naive:
+            return
+        job.fetching = self.ahead.bring(job.chain)
+        if job.fetching is not None:
+            job.fetching.add_done_callback(lambda _: self._work.set())
 
     def _refuse_closed(self) -> None:
         if self._closed or self._gone.is_set():
@@ -231,6 +249,8 @@ class Batcher:
         self._closed = True
         while (self._jobs or self._running) and not self._gone.is_set():
             await asyncio.sleep(0.01)
+        if self.ahead is not None:
+            await self.ahead.settle()
         if self._loop is not None:
             tasks = [self._loop, *self._passes]
             for task in tasks:
@@ -248,7 +268,7 @@ class Batcher:
                     await asyncio.sleep(wait)
                 if parts := self._compose():
                     self._start(parts)
-                elif self._passes:  # all that waits is in them
+                elif self._jobs:  # all that waits is in a running pass, or its prefix on its way from a tier
                     await self._something()
         except Exception as error:
             self._give_up(f"the batcher itself failed: {error!r}")  # or every caller would wait for ever
@@ -366,6 +386,8 @@ class Batcher:
         """Lets go of the pages of those that ended, or whose callers went away while they ran."""
         for part in parts:
             if part.job.ticket not in self._jobs:
+                if self.ahead is not None and part.job.lease is not None:
+                    self.ahead.keep(part.job.lease)
                 self._composer.drop(part.job)
 
     def _failed_pass(self, parts: Sequence[Part], error: Exception) -> None:

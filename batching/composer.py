@@ -39,7 +39,7 @@ class Composer:
         for job in jobs:
             if budget.full:
                 break
-            if _mixes(job, trees):
+            if job.waits(self.cache.filling) or _mixes(job, trees):
                 continue
             if (part := self._part(job, budget, now)) is not None:
                 parts.append(part)

@@ -41,6 +41,7 @@ class Job:
     left     items without a score, in order
     scored   of each item
     chain    the prefix as the cache knows it
+    fetching its prefix is on its way from a tier: it waits
     lease    its pages, from its first pass on
     cached   prefix tokens that it found computed
     count, total, squares   of the items that it pays for: how many, their tokens, and the sum of their squares
@@ -56,6 +57,7 @@ class Job:
     wanted: list[Wanted] = field(default_factory=list)
     left: dict[int, None] = field(default_factory=dict)
     scored: list[Scored | None] = field(default_factory=list)
+    fetching: asyncio.Task[None] | None = None
     lease: Lease | None = None
     cached: int | None = None
     count: int = 0
@@ -89,6 +91,12 @@ class Job:
             return Work()
         prefix = len(self.request.prefix)
         return Work.sums(prefix, cached, self.count, self.total, self.squares, self.naive)
+
+    def waits(self, filling: set[bytes]) -> bool:
+        """Whether its prefix is on its way into pages."""
+        if self.fetching is not None and not self.fetching.done():
+            return True
+        return self.lease is None and any(key in filling for key in self.chain.keys[:1])
 
     def open_items(self) -> Iterator[int]:
         """Items without a score that no pass computes at the moment."""

@@ -60,6 +60,7 @@ class Block:
     users     leases that hold it: it is not evicted meanwhile
     children  indexed blocks that continue it
     wanted    log2 of how often it was wanted, late wishes counting more; remembered beyond its eviction
+    wishes    how often it was wanted since it was registered
     """
 
     key: bytes
@@ -72,6 +73,7 @@ class Block:
     written: bool = False
     indexed: bool = True
     wanted: float = -math.inf
+    wishes: int = 0
     priority: float = 0.0
     pinned_until: float = -math.inf
 
@@ -121,7 +123,9 @@ def by_tokens(before: int, tokens: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class PrefixCache:
-    """Final. Eviction takes the block that is least worth keeping: how often it was wanted, each time counting half as
+    """Final. filling: first blocks of prefixes whose pages are being filled; whoever begins with one of them waits.
+
+    Eviction takes the block that is least worth keeping: how often it was wanted, each time counting half as
     much HALF_LIFE later, times what computing it again costs. So what is not wanted any more goes, whatever it costs,
     and what is wanted all the time stays though something else was wanted last."""
 
@@ -129,6 +133,7 @@ class PrefixCache:
     page_size: int
     cost: Cost = by_tokens
     counts: CacheCounts = field(default_factory=CacheCounts)
+    filling: set[bytes] = field(default_factory=set)
     _blocks: dict[bytes, Block] = field(default_factory=dict)
     _heap: list[tuple[float, int, Block]] = field(default_factory=list)
     _pushed: int = 0
@@ -157,23 +162,30 @@ class PrefixCache:
 
     def held(self, asked: Chain) -> Lease:
         """Holds the blocks that are indexed, and registers none. Whoever holds must release."""
-        found = [self._blocks[key] for key in asked.keys[: self.hit_blocks(asked)]]
-        for block in found:
+        return self.held_blocks([self._blocks[key] for key in asked.keys[: self.hit_blocks(asked)]])
+
+    def held_blocks(self, blocks: Sequence[Block]) -> Lease:
+        """Holds these blocks, a beginning of one prefix, once more."""
+        for block in blocks:
             block.users += 1
-        return Lease(found, found[-1].end if found else 0)
+        return Lease(list(blocks), blocks[-1].end if blocks else 0)
 
     def acquire(self, asked: Chain, now: float) -> Lease:
         """Holds the prefix's blocks and registers those that are missing, as far as pages can be had.
 
         Whoever acquires must release, and commit or withdraw what it registered.
         """
-        lease = self.held(asked)
-        found = len(lease.blocks)
+        lease = self.registered(asked, now)
         for block in lease.blocks:
             self._want(block)
         self.counts.hit_tokens += lease.hit
         self.counts.missed_tokens += asked.tokens - lease.hit
-        for key in asked.keys[found:]:
+        return lease
+
+    def registered(self, asked: Chain, now: float) -> Lease:
+        """Like `acquire`, for someone who fills the missing blocks and wants none for himself."""
+        lease = self.held(asked)
+        for key in asked.keys[len(lease.blocks) :]:
             new = self._register(key, lease, asked, now)
             if new is None:
                 break
@@ -189,7 +201,6 @@ class PrefixCache:
         tokens = min(self.page_size, asked.tokens - before)
         block = Block(key, page, parent, tokens, before + tokens, users=1)
         block.wanted = self._ghosts.pop(key, -math.inf)
-        self._want(block)
         if parent is not None:
             parent.children += 1
         self._blocks[key] = block
@@ -198,6 +209,7 @@ class PrefixCache:
     def _want(self, block: Block) -> None:
         """Counts a wish. Kept as a logarithm that only grows, so that old priorities need no update."""
         self._wishes += 1
+        block.wishes += 1
         block.wanted = float(np.logaddexp2(block.wanted, self._wishes / (HALF_LIFE * max(self.pool.pages, 1))))
 
     def _page(self, now: float) -> int | None:
@@ -212,10 +224,13 @@ class PrefixCache:
             block.written = True
 
     def withdraw(self, leases: Iterable[Lease]) -> None:
-        """The pass failed: what it was to write is in no index any more, and is freed as its users let go."""
+        """The pass failed: what it was to write is in no index any more, and is freed as its users let go.
+
+        What another pass under way continues stays: that one writes it too.
+        """
         pending = {block.key: block for lease in leases for block in lease.blocks if not block.written}
         for block in sorted(pending.values(), key=lambda block: -block.end):
-            if block.indexed:
+            if block.indexed and not block.children:
                 self._unindex(block)
                 self.counts.withdrawn_blocks += 1
 

@@ -96,6 +96,11 @@ class Config(BaseModel):
     cache_tokens: int = Field(
         16384, ge=0, description="tokens of prefix K/V kept for later passes and requests; 0: none"
     )
+    kv_host_bytes: int = Field(0, ge=0, description="of host memory for prefix K/V that left the cache; 0: none")
+    kv_file: str | None = Field(None, description="file for prefix K/V that left the cache; a local SSD's")
+    kv_file_bytes: int = Field(8 * 1024 * MiB, ge=1, description="largest size of kv_file")
+    kv_remote: str | None = Field(None, description="redis:// address of a store that replicas share")
+    kv_codec: Literal["exact", "fp8"] = Field("exact", description="of prefix K/V that left the cache")
     tenant_weights: dict[str, float] = Field(
         {}, description="fair shares of tenants that differ from 1, as NAME=WEIGHT,NAME=WEIGHT or a table"
     )

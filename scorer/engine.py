@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from batching.packing import alone
 from batching.types import PackedBatch, Reads
 from scorer.model import ScoringModel
 
+T = TypeVar("T")
 HOPELESS = 4  # items run alone without one finite score after which no more are tried
 
 Planner = Callable[[Layout, Sequence[Strategy], Pages, int | None, float, int], Plan]
@@ -66,6 +67,10 @@ class Engine:
         return (
             await loop.run_in_executor(self._thread, self._healed, batch, reads) if self._bad(batch, reads) else reads
         )
+
+    def on_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Calls `work` on the device thread, between passes."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def run(self, batch: PackedBatch) -> Reads:
         """One forward pass on the calling thread; where NaN may have spread, its items once more, each alone."""

@@ -25,6 +25,8 @@ from scorer.embedded import embedded_model
 from scorer.engine import Engine
 from scorer.errors import ConfigError, ModelError, ProfileError
 from scorer.fused_model import refusal
+from scorer.kv_setup import fingerprint, make_tiers
+from scorer.kv_tiers import KvTiers
 from scorer.loading import find, load_model, tokenizer_place
 from scorer.model import ScoringModel
 from scorer.profile import Profile, builtin_names, load_profile
@@ -68,6 +70,7 @@ class Runtime:
     batcher: Batcher
     limits: Limits
     info: ModelInfo
+    tiers: KvTiers | None = None
 
     @classmethod
     def load(cls, config: Config) -> Runtime:
@@ -92,6 +95,8 @@ class Runtime:
         attention = _attention(config, model, kv_pages, time_model)
         fast = _fast_path(config, model, limits, kv_pages, kept_pages)
         engine = Engine(model, attention, config.page_size, kept_pages, fast=fast)
+        identity = fingerprint(source) + profile.revision.encode()
+        tiers = make_tiers(config, model, kv_pages, engine, identity)
         return cls(
             config=config,
             profile=profile,
@@ -105,8 +110,10 @@ class Runtime:
                 scheduling=Scheduling(
                     shares=FairShares(config.tenant_weights), passes_in_flight=1 if fast is None else 2
                 ),
-                salt=f"{source}\0{profile.revision}".encode(),
+                salt=identity,
+                tiers=None if tiers is None else (tiers, tiers.rates()),
             ),
+            tiers=tiers,
             limits=limits,
             info=ModelInfo(
                 model=EMBEDDED if config.model == EMBEDDED else model.name,
@@ -139,6 +146,8 @@ class Runtime:
 
     def close(self) -> None:
         self.engine.close()
+        if self.tiers is not None:
+            self.tiers.close()
 
 
 def _profile(config: Config) -> Profile:

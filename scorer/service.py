@@ -118,7 +118,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._metrics.serving.set(1)
         self._metrics.watch_queue(lambda: runtime.batcher.queued_tokens)
         runtime.batcher.observer = self._metrics.batching
-        self._metrics.batching.watch_cache(runtime.batcher.cache)
+        totals = None if runtime.tiers is None else runtime.tiers.totals
+        self._metrics.batching.watch_cache(runtime.batcher.cache, runtime.batcher.ahead, totals)
         self._metrics.model.info(_model_labels(runtime))
 
     def refuse(self, reason: str) -> None:

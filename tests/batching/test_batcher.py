@@ -523,3 +523,31 @@ def test_a_pass_that_fails_fails_no_other_in_flight():
         assert pages_held(made) == 0
 
     run(scenario())
+
+
+@pytest.mark.parametrize("longer_first", [False, True])
+def test_a_pass_that_fails_takes_no_page_from_another_in_flight_that_begins_alike(longer_first):
+    async def scenario():
+        device = FakeDevice()
+        made = batcher(device, pages=64, scheduling=Scheduling(passes_in_flight=2))
+        device.gate.clear()
+        asked = [request(range(1, 1 + n), *[[n, i] for i in range(20)]) for n in (13, 30)]
+        if longer_first:
+            asked.reverse()
+        waiting = [asyncio.create_task(made.submit(one)) for one in asked]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(device.batches) == 2
+        device.failures.append(RuntimeError("once"))
+        device.gate.set()
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert sum(isinstance(answer, DeviceFailed) for answer in ended) == 1
+        for one, answer in zip(asked, ended, strict=True):
+            if not isinstance(answer, DeviceFailed):
+                assert_right(one, answer)
+        for one in asked:
+            assert_right(one, await made.submit(one))
+        await made.drain()
+        assert pages_held(made) == 0
+
+    run(scenario())

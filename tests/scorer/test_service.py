@@ -94,7 +94,7 @@ class FakeBatcher:
         self.gone = asyncio.Event()
         self.submitted, self.cancelled, self.deadlines = 0, 0, []
         self.looked_at, self.sizes = [], []
-        self.cache = PrefixCache(PagePool(0), 16)
+        self.cache, self.ahead = PrefixCache(PagePool(0), 16), None
         self.queued_tokens = 0
         self.drained = False
 
@@ -156,6 +156,7 @@ class FakeRuntime:
             vocabulary_size=1000,
             strategies=(Strategy.NAIVE, Strategy.MULTI_ITEM),
         )
+        self.tiers = None
         self.closed = False
 
     def close(self):

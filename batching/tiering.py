@@ -1,0 +1,208 @@
+"""Where evicted prefixes may be found again, and whether fetching one is worth it. Pure but for the awaited copies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from attention.layout import Ints
+from batching.pass_time import PassTime, Work
+from batching.prefix_cache import Chain, Lease, PrefixCache
+
+PATIENCE = 1.0  # of the time that recomputing takes, after which a fetch is given up
+GIVEN_UP_SECONDS = 0.1  # what a fetch that failed is taken to have cost at least
+GIVEN_UP_TIMES = 4.0  # a fetch that was given up would have taken longer, nobody knows how much
+FORGETTING = 0.85
+WISHES = 2  # how often a block must have been wanted before it is copied to the tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A leading run of blocks that a tier has, or may have. likely: how much of it, as far as is known, 0..1."""
+
+    tier: str
+    blocks: int
+    size: int
+    likely: float = 1.0
+
+
+class Tiers(Protocol):
+    """The slower stores below the pages. Nothing here blocks the event loop."""
+
+    def found(self, keys: Sequence[bytes]) -> Found | None:
+        """What there is of these blocks, from the first on. Looks at indexes only."""
+
+    def read(self, found: Found, keys: Sequence[bytes]) -> Awaitable[Sequence[Any]]:
+        """The blocks' contents, from the first on, as many as are there and sound. May be cancelled."""
+
+    def fill(self, pages: Ints, contents: Sequence[Any]) -> Awaitable[None]:
+        """Copies contents into pages, on the device's own turn."""
+
+    def store(self, keys: Sequence[bytes], pages: Ints) -> Awaitable[None]:
+        """Copies pages out, on the device's own turn; writing them to the tiers goes on behind that."""
+
+    def close(self) -> None:
+        """Ends what is under way."""
+
+
+class Rates:
+    """Seconds that a fetch takes, by tier: a latency and bytes/s, fitted to the last ones."""
+
+    def __init__(self, first: dict[str, tuple[float, float]]) -> None:
+        """first: (latency, bytes/s) that each tier is taken to have until it has shown its own."""
+        self._first = first
+        self._seen: dict[str, deque[tuple[float, float]]] = {tier: deque(maxlen=32) for tier in first}
+
+    def learn(self, tier: str, size: int, seconds: float) -> None:
+        """What one fetch took."""
+        self._seen[tier].append((float(size), seconds))
+
+    def seconds(self, tier: str, size: int) -> float:
+        """Predicted. Late fetches count more; the first belief as a third of one, at no bytes and at this many."""
+        latency, rate = self._first[tier]
+        seen = self._seen[tier]
+        told = np.array([*seen, (0.0, latency), (float(size), latency + size / rate)])
+        age = np.concatenate([np.arange(len(seen))[::-1], [0.0, 0.0]])
+        part = np.concatenate([np.ones(len(seen)), [0.3, 0.3]])
+        typical = float(np.median(told[: len(seen), 1])) if seen else latency
+        # Between absolute and relative errors: a slow fetch must be noticed, a fast one predicted well.
+        weight = part * FORGETTING**age / np.sqrt(np.maximum(told[:, 1], typical if seen else 1e-9))
+        rows = np.column_stack([np.ones(len(told)), told[:, 0] / max(size, 1)]) * weight[:, None]
+        for columns in ([0, 1], [1], [0]):  # where noise makes one of them negative, the other says it all
+            solved = np.linalg.lstsq(rows[:, columns], told[:, 1] * weight, rcond=None)[0]
+            if (solved >= 0).all():
+                return float(solved.sum())
+        raise AssertionError("one positive column fits positive times by a positive number")
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Since the start. fetched_tokens: found in each tier; regret_seconds: what the worse of the two choices cost."""
+
+    fetched_tokens: dict[str, int] = field(default_factory=dict)
+    chosen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("fetch", "recompute", "given_up"), 0))
+    regret_seconds: float = 0.0
+
+
+class ReadAhead:
+    """Brings prefixes up from the tiers while their requests wait, and copies down what is wanted again and again."""
+
+    def __init__(
+        self, cache: PrefixCache, tiers: Tiers, rates: Rates, pass_time: PassTime, pass_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._cache = cache
+        self._tiers = tiers
+        self._rates = rates
+        self._pass_time = pass_time
+        self._pass_tokens = pass_tokens
+        self._clock = clock
+        self._stored: set[bytes] = set()
+        self._storing: set[asyncio.Task[None]] = set()
+        self._bringing: dict[bytes, asyncio.Task[None]] = {}
+        self.counts = TierCounts()
+
+    def choose(self, asked: Chain) -> Found | None:
+        """What to fetch of a prefix; None where nothing is there or computing it again is faster."""
+        hit = self._cache.hit_blocks(asked)
+        found = self._tiers.found(asked.keys[hit:]) if hit < len(asked.keys) else None
+        if found is None:
+            return None
+        begin = hit * self._cache.page_size
+        again = self._recompute(begin, min(begin + found.blocks * self._cache.page_size, asked.tokens))
+        fetch = self._rates.seconds(found.tier, found.size)
+        worth = fetch < again * found.likely
+        if not worth:
+            self.counts.chosen["recompute"] += 1
+        return found if worth else None
+
+    def _recompute(self, begin: int, end: int) -> float:
+        return self._pass_time.share(Work.of(end, begin, ()), self._pass_tokens)
+
+    def bring(self, asked: Chain) -> asyncio.Task[None] | None:
+        """Begins to fetch what `choose` finds into pages, once for all who wait for it; None where nothing is fetched.
+
+        Ends, without an error, when it is there or when it has taken as long as computing it again would.
+        """
+        found = self.choose(asked)
+        if found is None:
+            return None
+        name = asked.keys[self._cache.hit_blocks(asked) + found.blocks - 1]
+        if name not in self._bringing:
+            task = self._bringing[name] = asyncio.create_task(self._bring(asked, found))
+            task.add_done_callback(lambda _: self._bringing.pop(name))
+        return self._bringing[name]
+
+    async def _bring(self, asked: Chain, found: Found) -> None:
+        began = self._clock()
+        try:
+            await self._fetch(asked, found, began)
+        except Exception:  # noqa: BLE001 - a tier's trouble is no request's: the prefix is computed
+            self.counts.chosen["given_up"] += 1
+            self._rates.learn(found.tier, found.size, max(self._clock() - began, GIVEN_UP_SECONDS))
+
+    async def _fetch(self, asked: Chain, found: Found, began: float) -> None:
+        size, hit = self._cache.page_size, self._cache.hit_blocks(asked)
+        whole = Chain(asked.salt, asked.keys[: hit + found.blocks], min((hit + found.blocks) * size, asked.tokens))
+        again = self._recompute(hit * size, whole.tokens)
+        try:
+            async with asyncio.timeout(PATIENCE * again + self._rates.seconds(found.tier, 0)):
+                contents = await self._tiers.read(found, whole.keys[hit:])
+        except TimeoutError:
+            self.counts.chosen["given_up"] += 1
+            self.counts.regret_seconds += self._clock() - began
+            self._rates.learn(found.tier, found.size, GIVEN_UP_TIMES * (self._clock() - began))
+            return
+        await self._filled(whole, hit, contents)
+        spent = self._clock() - began
+        self.counts.chosen["fetch"] += 1
+        self.counts.regret_seconds += max(0.0, spent - again)
+        self._rates.learn(found.tier, found.size, spent)
+        tokens = min(len(contents) * size, whole.tokens - hit * size)
+        self.counts.fetched_tokens[found.tier] = self.counts.fetched_tokens.get(found.tier, 0) + tokens
+
+    async def _filled(self, whole: Chain, hit: int, contents: Sequence[Any]) -> None:
+        """Registers the blocks, fills their pages, and only then says that they are written."""
+        got = Chain(whole.salt, whole.keys[: hit + len(contents)], whole.tokens)
+        lease = self._cache.registered(got, self._clock())
+        root = whole.keys[0]
+        self._cache.filling.add(root)
+        try:
+            new = lease.blocks[hit:]
+            pages = np.array([block.page for block in new], np.int32)
+            await asyncio.shield(self._tiers.fill(pages, contents[: len(new)]))  # the pages are held until it ends
+            for block in new:
+                block.written = True
+                self._stored.add(block.key)
+        finally:
+            self._cache.filling.discard(root)
+            self._cache.release(lease)
+
+    def keep(self, lease: Lease) -> None:
+        """Copies blocks of a lease down that were wanted often enough and are not there yet."""
+        fresh = [b for b in lease.blocks if b.written and b.wishes >= WISHES and b.key not in self._stored]
+        if not fresh:
+            return
+        held = self._cache.held_blocks(lease.blocks)
+        self._stored.update(block.key for block in fresh)
+        task = asyncio.create_task(self._store(held, [b.key for b in fresh], [b.page for b in fresh]))
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
+
+    async def _store(self, held: Lease, keys: list[bytes], pages: list[int]) -> None:
+        try:
+            await self._tiers.store(keys, np.array(pages, np.int32))
+        except Exception:  # noqa: BLE001 - a tier's trouble is no request's
+            self._stored.difference_update(keys)
+        finally:
+            self._cache.release(held)
+
+    async def settle(self) -> None:
+        """Waits for the copies that are under way."""
+        while under_way := [*self._storing, *self._bringing.values()]:
+            await asyncio.gather(*under_way, return_exceptions=True)
