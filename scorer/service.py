@@ -29,6 +29,7 @@ from scorer.metrics import Metrics
 from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, score_response
 from scorer.stream import answers
+from scorer.threads import guarded
 from scorer.tokenized import PRIORITIES
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
 from scorer.undecodable import Undecodable
@@ -287,7 +288,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
                 told = f"{waiting} bytes wait to be tokenized and this request has {size}: the limit is {limit}"
                 raise Overloaded(told)
             self._tokenizing_bytes += size
-        work = self._tokenizers.submit(tokenize, request)
+        work = self._tokenizers.submit(guarded, tokenize, request)
         # Not where the await ends: a thread goes on with the text of a caller who has gone.
         work.add_done_callback(lambda _: self._tokenized(size))
         return await asyncio.wrap_future(work)

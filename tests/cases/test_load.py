@@ -11,7 +11,7 @@ import pytest
 from attention.plans import Strategy
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import ScorerError, build_request
-from tests.cases.live import OK, PROFILE, TOLERANCE, UNCUT, live, wire
+from tests.cases.live import OK, PROFILE, TOLERANCE, UNCUT, live, pages_in_use, wire
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 QUERY = "what is the capital of France"
@@ -80,7 +80,7 @@ def test_calls_that_are_given_up_cost_the_others_nothing(seed, directory, tmp_pa
         assert given_up > 3
         assert 0 <= server.metric("requests_total", code="CANCELLED") - before <= given_up
         assert server.runtime.batcher.queued_tokens == 0
-        assert server.runtime.batcher._pool.free == server.runtime.batcher._pool.pages
+        assert pages_in_use(server.runtime.batcher) == 0
 
 
 def test_a_deadline_shorter_than_the_queue_costs_the_device_nothing(directory, tmp_path):
