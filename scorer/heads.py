@@ -41,6 +41,15 @@ def verdict(scored: Scored, kind: Kind) -> Verdict:
     return _query_likelihood(logits, lse) if kind == "query_likelihood" else _label_logits(logits, lse)
 
 
+def reads_apart(scored: Scored) -> list[Scored]:
+    """Each read of an item on its own, such as those of the documents of a listwise item."""
+    lse = scored.lse
+    return [
+        Scored(scored.logits[i : i + 1], None if lse is None else lse[i : i + 1], scored.strategy)
+        for i in range(len(scored.logits))
+    ]
+
+
 def sigmoid(x: float) -> float:
     """1 / (1 + exp(-x)) without overflow at either end."""
     if x >= 0:
