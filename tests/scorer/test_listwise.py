@@ -1,5 +1,7 @@
 """Listwise profiles: documents see those before them, as transformers would read the whole list; nobody else does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from scorer.client import build_request
 from scorer.drift import Sampler, drift
 from scorer.heads import reads_apart
 from scorer.profile import Profile, load_profile
+from scorer.reply import per_document
 from tests.cases.live import OK, PROFILE, TOLERANCE, all_apart, live, plain_model, plain_tokenizer, wire
 from tests.scorer.test_classification import classifier_dir
 from tests.tiny import tiny_model_dir
@@ -79,8 +82,8 @@ def test_what_is_not_scored_is_not_seen(listwise):
 
 def test_a_list_is_one_sequence_in_its_usage(listwise):
     usage = listwise.score(QUERY, DOCUMENTS).usage
-    assert usage.computed_tokens == usage.prefix_tokens + usage.item_tokens
-    assert usage.saved_tokens == 0
+    assert usage.computed_tokens + usage.cached_prefix_tokens == usage.prefix_tokens + usage.item_tokens
+    assert usage.saved_tokens == usage.cached_prefix_tokens
 
 
 def test_a_long_list_runs_without_a_square_mask(listwise):
@@ -155,3 +158,16 @@ def test_revisions_tell_lists_apart_and_are_otherwise_what_they_were():
     assert LISTWISE.revision != PROFILE.revision
     assert PROFILE.model_copy(update={"listwise": False}).revision == PROFILE.revision
     assert load_profile("qwen3-reranker").revision == "8d866a008ea1"
+
+
+def test_at_the_deadline_a_list_has_all_of_its_scores_or_none(listwise):
+    tokenized = listwise.runtime.tokenization.tokenize(build_request(QUERY, [*DOCUMENTS, " "]))
+
+    async def scenario():
+        submit = listwise.runtime.batcher.submit
+        return await submit(tokenized.request, None)
+
+    scores = listwise.runner.run(scenario())
+    assert [None if s is None else s.logits.shape for s in per_document(tokenized, scores).scored] == [(1, 2)] * 5
+    late = per_document(tokenized, replace(scores, scored=(None,)))
+    assert late.scored == (None,) * 5
