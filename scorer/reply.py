@@ -160,7 +160,8 @@ def model_info(runtime: Runtime, version: str) -> pb.GetModelInfoResponse:
 def _score_kind(kind: Kind, labels: Sequence[Label]) -> pb.ScoreKind.ValueType:
     if kind == "query_likelihood":
         return pb.SCORE_KIND_MEAN_LOG_PROBABILITY
-    return pb.SCORE_KIND_LOG_ODDS if len(labels) == 2 else pb.SCORE_KIND_LABEL_LOGIT
+    odds = len(labels) == 2 or kind == "classification"
+    return pb.SCORE_KIND_LOG_ODDS if odds else pb.SCORE_KIND_LABEL_LOGIT
 
 
 def _strategy(strategy: Strategy) -> pb.Strategy.ValueType:

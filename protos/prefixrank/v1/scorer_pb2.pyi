@@ -176,8 +176,8 @@ class _ScoreKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SCORE_KIND_UNSPECIFIED: _ScoreKind.ValueType  # 0
     SCORE_KIND_LOG_ODDS: _ScoreKind.ValueType  # 1
-    """logit(positive label) - logit(other label), natural log. Sorting by it is sorting by the probability, without the
-    ties that rounding makes near 0 and 1.
+    """logit(positive label) - logit(other label), natural log; of a head with one class, its logit. Sorting by it is
+    sorting by the probability, without the ties that rounding makes near 0 and 1.
     """
     SCORE_KIND_LABEL_LOGIT: _ScoreKind.ValueType  # 2
     """The logit of the profile's single label."""
@@ -189,8 +189,8 @@ class ScoreKind(_ScoreKind, metaclass=_ScoreKindEnumTypeWrapper):
 
 SCORE_KIND_UNSPECIFIED: ScoreKind.ValueType  # 0
 SCORE_KIND_LOG_ODDS: ScoreKind.ValueType  # 1
-"""logit(positive label) - logit(other label), natural log. Sorting by it is sorting by the probability, without the
-ties that rounding makes near 0 and 1.
+"""logit(positive label) - logit(other label), natural log; of a head with one class, its logit. Sorting by it is
+sorting by the probability, without the ties that rounding makes near 0 and 1.
 """
 SCORE_KIND_LABEL_LOGIT: ScoreKind.ValueType  # 2
 """The logit of the profile's single label."""
@@ -472,7 +472,7 @@ class DocumentResult(google.protobuf.message.Message):
     """Absent unless the status is OK; always finite."""
     score_kind: global___ScoreKind.ValueType
     log_odds: builtins.float
-    """Both absent where there is one label or none."""
+    """Both absent where there is one label (one class has them) or none."""
     probability: builtins.float
     tokens: builtins.int
     """Tokens of the whole item as scored, template included."""
