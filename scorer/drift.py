@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from attention.plans import Strategy
 from batching.errors import BatchingError
 from batching.types import RequestScores, Scored, TokenizedRequest
-from scorer.heads import Kind, verdict
+from scorer.heads import Kind, reads_apart, verdict
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,15 @@ async def drift(sample: Sample, submit: Submit, kind: Kind) -> float:
         alone = replace(sample.request, items=items, strategy=Strategy.NAIVE, priority=LOW, partial_ok=False)
         (again,) = (await submit(alone, None)).scored
         assert again is not None, "without partial_ok every item is scored"
-        worst = max(worst, _difference(verdict(before, kind).score, verdict(again, kind).score))
+        for one, other in zip(_judged(before, kind), _judged(again, kind), strict=True):
+            worst = max(worst, _difference(one, other))
     return worst
+
+
+def _judged(scored: Scored, kind: Kind) -> list[float | None]:
+    """The scores that an item holds: one, or one for each document of a listwise item."""
+    parts = [scored] if kind == "query_likelihood" else reads_apart(scored)
+    return [verdict(part, kind).score for part in parts]
 
 
 def _difference(a: float | None, b: float | None) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from attention.strategy import Attention
 from batching.packing import alone
 from batching.types import PackedBatch, Reads
 from scorer.model import ScoringModel
+from scorer.threads import on_thread
 
 T = TypeVar("T")
 HOPELESS = 4  # items run alone without one finite score after which no more are tried
@@ -59,14 +59,11 @@ class Engine:
 
     async def execute(self, batch: PackedBatch) -> Reads:
         """One forward pass on the device thread, which is free for the next one while a fast pass runs."""
-        loop = asyncio.get_running_loop()
         if self._fast is None or not self._fast.takes(batch):
-            return await loop.run_in_executor(self._thread, self.run, batch)
-        wait = await loop.run_in_executor(self._thread, self._fast.submit, batch, self._page_size)
-        reads = await loop.run_in_executor(self._waiting, wait)
-        return (
-            await loop.run_in_executor(self._thread, self._healed, batch, reads) if self._bad(batch, reads) else reads
-        )
+            return await on_thread(self._thread, self.run, batch)
+        wait = await on_thread(self._thread, self._fast.submit, batch, self._page_size)
+        reads = await on_thread(self._waiting, wait)
+        return await on_thread(self._thread, self._healed, batch, reads) if self._bad(batch, reads) else reads
 
     def on_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Calls `work` on the device thread, between passes."""

@@ -16,7 +16,8 @@ class Verdict:
     """What one document gets. All numbers are finite; `finite` is False, and nothing else is set, where one was not.
 
     score                     as its kind says: log-odds, one label's logit, or a mean natural-log probability
-    log_odds, probability     None unless there are two labels
+    log_odds, probability     None unless there are two labels, or one class: its logit is its log-odds, as such heads
+                              are trained
     label_logits              [k], positive label first; empty under query_likelihood
     vocabulary_probabilities  [k], under the softmax over the whole vocabulary; empty unless it was normalised
     """
@@ -38,7 +39,18 @@ def verdict(scored: Scored, kind: Kind) -> Verdict:
     lse: list[float] = [] if scored.lse is None else scored.lse.tolist()
     if not all(math.isfinite(x) for row in (*logits, lse) for x in row):
         return NOT_FINITE
-    return _query_likelihood(logits, lse) if kind == "query_likelihood" else _label_logits(logits, lse)
+    if kind == "query_likelihood":
+        return _query_likelihood(logits, lse)
+    return _label_logits(logits, lse, kind == "classification")
+
+
+def reads_apart(scored: Scored) -> list[Scored]:
+    """Each read of an item on its own, such as those of the documents of a listwise item."""
+    lse = scored.lse
+    return [
+        Scored(scored.logits[i : i + 1], None if lse is None else lse[i : i + 1], scored.strategy)
+        for i in range(len(scored.logits))
+    ]
 
 
 def sigmoid(x: float) -> float:
@@ -49,11 +61,11 @@ def sigmoid(x: float) -> float:
     return e / (1.0 + e)
 
 
-def _label_logits(logits: list[list[float]], lse: list[float]) -> Verdict:
+def _label_logits(logits: list[list[float]], lse: list[float], classes: bool) -> Verdict:
     assert len(logits) == 1, "labels are read once, at the item's last token"
     row = tuple(logits[0])
     assert len(row) in (1, 2), "one label or two"
-    log_odds = row[0] - row[1] if len(row) == 2 else None
+    log_odds = row[0] - row[1] if len(row) == 2 else row[0] if classes else None
     return Verdict(
         finite=True,
         score=row[0] if log_odds is None else log_odds,

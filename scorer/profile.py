@@ -63,6 +63,8 @@ class Profile(BaseModel):
     prefix          has {query}; may have {instruction}. query_likelihood: has no {query}
     item            has {document} once; query_likelihood: and ends with {query}
     instruction     the default for {instruction}
+    listwise        a document sees those before it, and its score depends on them and their order: for checkpoints that
+                    were trained on whole lists
     labels          one or two texts, each one token; `positive` is one of them. classification: names of classes as the
                     checkpoint's id2label has them
     golden          scores that the checkpoint must reproduce within golden_tolerance at every start
@@ -81,6 +83,7 @@ class Profile(BaseModel):
     prefix: str = Field(min_length=1)
     item: str = Field(min_length=1)
     instruction: str | None = None
+    listwise: bool = False
     labels: tuple[str, ...] = ()
     positive: str | None = None
     limits: ProfileLimits = ProfileLimits()
@@ -117,6 +120,10 @@ class Profile(BaseModel):
             yield f"instruction: goes with {INSTRUCTION} in the prefix, neither without the other"
         if self.system is not None and self.format != "chat":
             yield "system: only format = 'chat' has one; write it into the prefix"
+        if reads_query and self.listwise:
+            yield "listwise: query_likelihood reads the query behind one document, which cannot see others"
+        if self.listwise and self.format == "chat":
+            yield "listwise: a chat template would close the user's message behind each document; use 'text'"
         if reads_query and self.format == "chat":
             yield "format: query_likelihood ends with the query, which a chat template would close; use 'text'"
 
@@ -144,6 +151,8 @@ class Profile(BaseModel):
     def revision(self) -> str:
         """Twelve hex digits that change with everything in the profile that can change a score."""
         scored = self.model_dump(exclude=_NOT_IN_REVISION) | {"labels": self.ordered_labels}
+        if not self.listwise:  # revisions are older than this field
+            del scored["listwise"]
         return hashlib.sha256(json.dumps(scored, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
@@ -225,4 +234,4 @@ def _toml_value(value: str | float | tuple[str, ...]) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return f"[{', '.join(_toml_value(part) for part in value)}]"
-    return repr(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)

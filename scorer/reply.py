@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attention.plans import Strategy
 from batching.types import RequestScores, Scored
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer.heads import Kind, Verdict, verdict
+from scorer.heads import Kind, Verdict, reads_apart, verdict
 from scorer.tokenized import DocumentTokens, Label, Tokenized
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ def document_results(
                 result.score_kind = score_kind
         results.append(result)
     return results
+
+
+def per_document(tokenized: Tokenized, scores: RequestScores) -> RequestScores:
+    """Scores by document, where one item held them all."""
+    if not tokenized.listwise:
+        return scores
+    reason = f"listwise, each document sees those before it: {scores.reason}"
+    whole, count = scores.scored[0], sum(document.item is not None for document in tokenized.documents)
+    return replace(scores, scored=(None,) * count if whole is None else tuple(reads_apart(whole)), reason=reason)
 
 
 def _unscored(document: DocumentTokens) -> pb.DocumentResult:
@@ -111,7 +121,8 @@ def _choice(scored: Sequence[Scored | None], reason: str) -> pb.StrategyChoice:
 def _usage(tokenized: Tokenized, scores: RequestScores | None, results: Sequence[pb.DocumentResult]) -> pb.Usage:
     """Computed and saved add up to what scoring one document at a time would have computed."""
     items = [r.tokens for r in results if r.status == pb.DOCUMENT_STATUS_OK]
-    alone = len(items) * tokenized.prefix_tokens + sum(items)
+    prefixes = min(1, len(items)) if tokenized.listwise else len(items)  # a list is one sequence, whoever scores it
+    alone = prefixes * tokenized.prefix_tokens + sum(items)
     computed = 0 if scores is None else scores.computed_tokens
     return pb.Usage(
         prefix_tokens=tokenized.prefix_tokens,
@@ -142,13 +153,15 @@ def model_info(runtime: Runtime, version: str) -> pb.GetModelInfoResponse:
         backend=info.backend,
         version=version,
         vocabulary_size=info.vocabulary_size,
+        listwise=profile.listwise,
     )
 
 
 def _score_kind(kind: Kind, labels: Sequence[Label]) -> pb.ScoreKind.ValueType:
     if kind == "query_likelihood":
         return pb.SCORE_KIND_MEAN_LOG_PROBABILITY
-    return pb.SCORE_KIND_LOG_ODDS if len(labels) == 2 else pb.SCORE_KIND_LABEL_LOGIT
+    odds = len(labels) == 2 or kind == "classification"
+    return pb.SCORE_KIND_LOG_ODDS if odds else pb.SCORE_KIND_LABEL_LOGIT
 
 
 def _strategy(strategy: Strategy) -> pb.Strategy.ValueType:

@@ -65,18 +65,20 @@ def plain(config: Config) -> Iterator[Score]:
 
 def _one_at_a_time(runtime: Runtime, request: pb.ScoreRequest) -> pb.ScoreResponse:
     from prefixrank.v1 import scorer_pb2 as pb
-    from scorer.heads import verdict
-    from scorer.selfcheck import alone
+    from scorer.heads import reads_apart, verdict
+    from scorer.selfcheck import alone_all
 
     tokenized = runtime.tokenization.tokenize(request)
     profile = runtime.profile
     response = pb.ScoreResponse(model=runtime.info.model, profile=profile.name, profile_revision=profile.revision)
+    scored = [] if tokenized.request is None else alone_all(runtime.engine.model, tokenized.request)
+    if tokenized.listwise:
+        scored = [read for item in scored for read in reads_apart(item)]
     for document in tokenized.documents:
         result = response.results.add(id=document.id, index=document.index)
         result.status = pb.DocumentStatus.Value(f"DOCUMENT_STATUS_{document.status.upper()}")
-        if document.item is not None and tokenized.request is not None:
-            item = tokenized.request.items[document.item]
-            score = verdict(alone(runtime.engine.model, tokenized.request, item), profile.kind).score
+        if document.item is not None:
+            score = verdict(scored[document.item], profile.kind).score
             if score is None:
                 result.status = pb.DOCUMENT_STATUS_NUMERIC_ERROR
             else:

@@ -27,8 +27,9 @@ from scorer.drift import Sampler, check_forever
 from scorer.errors import InvalidRequest, Overloaded, Unavailable
 from scorer.metrics import Metrics
 from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
-from scorer.reply import document_results, model_info, score_response
+from scorer.reply import document_results, model_info, per_document, score_response
 from scorer.stream import answers
+from scorer.threads import guarded
 from scorer.tokenized import PRIORITIES
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
 from scorer.undecodable import Undecodable
@@ -270,8 +271,9 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         tokenize_seconds = time.perf_counter() - started
         runtime.batcher.learn_size(size, tokenized.request.tokens if tokenized.request else 0)
         scores = None if tokenized.request is None else await _submit(runtime, tokenized.request, deadline)
-        results = document_results(request, tokenized, scores, runtime.profile.kind)
-        response = score_response(request, runtime, tokenized, scores, results)
+        by_document = None if scores is None else per_document(tokenized, scores)
+        results = document_results(request, tokenized, by_document, runtime.profile.kind)
+        response = score_response(request, runtime, tokenized, by_document, results)
         response.timings.tokenize_seconds = tokenize_seconds
         response.timings.total_seconds = time.perf_counter() - started
         self._metrics.answered(response, results)
@@ -288,7 +290,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
                 told = f"{waiting} bytes wait to be tokenized and this request has {size}: the limit is {limit}"
                 raise Overloaded(told)
             self._tokenizing_bytes += size
-        work = self._tokenizers.submit(tokenize, request)
+        work = self._tokenizers.submit(guarded, tokenize, request)
         # Not where the await ends: a thread goes on with the text of a caller who has gone.
         work.add_done_callback(lambda _: self._tokenized(size))
         return await asyncio.wrap_future(work)

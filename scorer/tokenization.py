@@ -7,6 +7,7 @@ Text of the profile may hold control tokens, text of a user never does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attention.plans import Strategy
+from batching.select import DENSE_TOKENS
 from batching.types import Ints, Item, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import body_of
@@ -108,6 +110,9 @@ class Tokenization:
         total = len(prefix) + sum(len(read.ids) for read in reads if read.ids is not None)
         if total > self._limits.max_request_tokens:
             bad.add("documents", f"at most {self._limits.max_request_tokens} tokens in all, prefix included", total)
+        if self._profile.listwise and total > self._limits.max_context_tokens:
+            most = self._limits.max_context_tokens
+            bad.add("documents", f"at most {most} tokens in all, prefix included, as each is read behind others", total)
         bad.check()
         return self._assembled(request, ids, labels, prefix, reads)
 
@@ -234,16 +239,19 @@ class Tokenization:
                     item=item,
                 )
             )
+        listwise = self._profile.listwise
         tokenized = TokenizedRequest(
             prefix=prefix,
-            items=tuple(items),
+            items=(_chained(items),) if listwise and items else tuple(items),
             normalize=self._profile.kind == "query_likelihood" or request.options.outputs.vocabulary_probabilities,
             strategy=_STRATEGIES[request.options.strategy],
             tenant=request.tenant,
             priority=PRIORITIES[request.priority],
             partial_ok=request.options.partial_ok,
         )
-        return Tokenized(tokenized if items else None, tuple(documents), labels, len(prefix))
+        if listwise and tokenized.strategy is None and tokenized.tokens <= DENSE_TOKENS:
+            tokenized = replace(tokenized, strategy=Strategy.CUSTOM_MASK)
+        return Tokenized(tokenized if items else None, tuple(documents), labels, len(prefix), listwise)
 
     def _texts(self, query: str, document: str, instruction: str | None = None, seam: str = "") -> tuple[str, str, str]:
         """The prefix, the item up to the end of the document, and what follows; `seam` where the template has one."""
@@ -287,6 +295,13 @@ def _item(ids: Ints, targets: int, labels: Sequence[Label]) -> Item:
     if not targets:
         return Item(ids, ints([len(ids) - 1]), ints([label.token_id for label in labels])[None])
     return Item(ids, np.arange(len(ids) - targets - 1, len(ids) - 1, dtype=np.int32), ids[len(ids) - targets :, None])
+
+
+def _chained(items: Sequence[Item]) -> Item:
+    """All of them as one: each sees those before it, and is read where it ends."""
+    ends = np.cumsum([len(item.ids) for item in items]) - 1
+    read_ids = np.concatenate([item.read_ids for item in items])
+    return Item(np.concatenate([item.ids for item in items]), ends.astype(np.int32), read_ids)
 
 
 def _instruction(query: pb.QueryPrefix) -> str | None:

@@ -58,6 +58,7 @@ class Tokenized:
 
     request    None where no document can be scored
     documents  one for each of the request's, in its order
+    listwise   the request's one item holds all documents, and `item` of each is its read
     labels     the positive one first; empty for query likelihood
     """
 
@@ -65,3 +66,4 @@ class Tokenized:
     documents: tuple[DocumentTokens, ...]
     labels: tuple[Label, ...]
     prefix_tokens: int
+    listwise: bool = False

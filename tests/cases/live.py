@@ -142,3 +142,10 @@ def close(a, b):
 
 def all_apart(scores):
     return min(abs(a - b) for a, b in combinations(scores, 2)) > APART
+
+
+def pages_in_use(batcher):
+    """Pages that some request holds; checks that each is free or in the index of what is kept for later."""
+    cache = batcher.cache
+    assert cache.pool.free + len(cache) == cache.pool.pages
+    return sum(block.users > 0 for block in cache.blocks(list(cache._blocks)))

@@ -10,7 +10,18 @@ import pytest
 from attention.plans import Strategy
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import build_request
-from tests.cases.live import PROFILE, TOLERANCE, UNCUT, all_apart, close, ids_request, live, log_odds, wire
+from tests.cases.live import (
+    PROFILE,
+    TOLERANCE,
+    UNCUT,
+    all_apart,
+    close,
+    ids_request,
+    live,
+    log_odds,
+    pages_in_use,
+    wire,
+)
 from tests.tiny import tiny_model_dir
 
 QUERY = "what is the capital of France"
@@ -118,8 +129,7 @@ def test_interleaved_prefixes_score_as_alone_with_any_room_for_them(cache_tokens
             for (prefix, items), response in zip(asked, server.runner.run(all_at_once()), strict=True):
                 truth = [log_odds(server.directory, prefix + item, server.labels) for item in items]
                 close([r.score for r in response.results], truth)
-        cache = server.runtime.batcher.cache
-        assert cache.pool.free + len(cache) == cache.pool.pages, "every page is free or holds an indexed block"
+        assert pages_in_use(server.runtime.batcher) == 0, "every page is returned"
 
 
 def test_all_strategies_at_once_score_as_alone(directory, tmp_path):

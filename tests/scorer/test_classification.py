@@ -1,5 +1,8 @@
 """Sequence-classification heads: transformers' own classes of [prefix, document], read packed."""
 
+import asyncio
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +14,10 @@ from scorer.client import build_request
 from scorer.config import Config
 from scorer.errors import ModelError, ProfileError
 from scorer.loading import load_model
-from scorer.profile import Profile, load_profile
+from scorer.profile import Profile, load_profile, record_golden
 from scorer.runtime import Runtime
 from tests.cases.live import TOLERANCE, UNCUT, live, plain_tokenizer, wire
+from tests.scorer.http.test_app import Http
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 QUERY = "what is the capital of France"
@@ -67,7 +71,7 @@ def truth(directory, profile, query=QUERY, documents=DOCUMENTS):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_class_is_its_logit(family, tmp_path):
+def test_one_class_is_its_logit_and_that_its_log_odds(family, tmp_path):
     directory = classifier_dir(tmp_path / "model", family, **FAMILIES[family])
     expected = truth(directory, ONE)[:, 0]
     assert np.ptp(expected) > 0.1
@@ -76,8 +80,9 @@ def test_one_class_is_its_logit(family, tmp_path):
         for strategy in [None, *(s for s in Strategy if not (windowed and s in WINDOWLESS))]:
             np.testing.assert_allclose(server.scores(QUERY, DOCUMENTS, strategy), expected, rtol=0, atol=TOLERANCE)
         result = server.score(QUERY, DOCUMENTS[:1]).results[0]
-        assert result.score_kind == pb.SCORE_KIND_LABEL_LOGIT
-        assert not result.HasField("probability")
+        assert result.score_kind == pb.SCORE_KIND_LOG_ODDS
+        assert result.log_odds == result.score
+        assert result.probability == pytest.approx(1 / (1 + math.exp(-result.score)), abs=1e-12)
 
 
 @pytest.mark.parametrize("strategy", Strategy)
@@ -170,3 +175,18 @@ def test_the_converted_qwen3_reranker_has_the_templates_of_the_one_it_was_made_o
     assert one.kind == "classification"
     assert not one.verified
     assert one.limits.max_tokens_per_document > UNCUT
+
+
+def test_over_http_one_class_has_its_probability(tmp_path):
+    """As clients of other rerankers know it: the sigmoid of the logit."""
+    directory = classifier_dir(tmp_path / "model")
+    expected = 1 / (1 + np.exp(-truth(directory, ONE)[:, 0]))
+    record_golden(profile := tmp_path / "one.toml", ONE, ())
+    runtime = Runtime.load(Config.read({"model": str(directory), "profile": str(profile)}, {}))
+
+    async def scenario():
+        async with Http(runtime) as http:
+            return (await http.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS})).json()
+
+    results = sorted(asyncio.run(scenario())["results"], key=lambda result: result["index"])
+    np.testing.assert_allclose([r["relevance_score"] for r in results], expected, rtol=0, atol=TOLERANCE)

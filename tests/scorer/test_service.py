@@ -142,7 +142,7 @@ class FakeBatcher:
 
 class FakeRuntime:
     def __init__(self, labels=YES_NO, kind="label_logits", seconds=0.0, error=None):
-        self.profile = SimpleNamespace(name="fake-profile", kind=kind, revision="abc123", verified=True)
+        self.profile = SimpleNamespace(name="fake-profile", kind=kind, revision="abc123", verified=True, listwise=False)
         self.tokenization = FakeTokenization(labels, seconds)
         self.batcher = FakeBatcher(self.tokenization.texts, error)
         self.limits = LIMITS

@@ -176,8 +176,8 @@ class _ScoreKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SCORE_KIND_UNSPECIFIED: _ScoreKind.ValueType  # 0
     SCORE_KIND_LOG_ODDS: _ScoreKind.ValueType  # 1
-    """logit(positive label) - logit(other label), natural log. Sorting by it is sorting by the probability, without the
-    ties that rounding makes near 0 and 1.
+    """logit(positive label) - logit(other label), natural log; of a head with one class, its logit. Sorting by it is
+    sorting by the probability, without the ties that rounding makes near 0 and 1.
     """
     SCORE_KIND_LABEL_LOGIT: _ScoreKind.ValueType  # 2
     """The logit of the profile's single label."""
@@ -189,8 +189,8 @@ class ScoreKind(_ScoreKind, metaclass=_ScoreKindEnumTypeWrapper):
 
 SCORE_KIND_UNSPECIFIED: ScoreKind.ValueType  # 0
 SCORE_KIND_LOG_ODDS: ScoreKind.ValueType  # 1
-"""logit(positive label) - logit(other label), natural log. Sorting by it is sorting by the probability, without the
-ties that rounding makes near 0 and 1.
+"""logit(positive label) - logit(other label), natural log; of a head with one class, its logit. Sorting by it is
+sorting by the probability, without the ties that rounding makes near 0 and 1.
 """
 SCORE_KIND_LABEL_LOGIT: ScoreKind.ValueType  # 2
 """The logit of the profile's single label."""
@@ -472,7 +472,7 @@ class DocumentResult(google.protobuf.message.Message):
     """Absent unless the status is OK; always finite."""
     score_kind: global___ScoreKind.ValueType
     log_odds: builtins.float
-    """Both absent where there is one label or none."""
+    """Both absent where there is one label (one class has them) or none."""
     probability: builtins.float
     tokens: builtins.int
     """Tokens of the whole item as scored, template included."""
@@ -897,6 +897,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     BACKEND_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
+    LISTWISE_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     """The architecture's class name in transformers."""
@@ -912,6 +913,8 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     """What runs the attention, such as "torch"."""
     version: builtins.str
     vocabulary_size: builtins.int
+    listwise: builtins.bool
+    """Documents see those before them: scores depend on the list and its order. False for all but listwise profiles."""
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LabelInfo]: ...
     @property
@@ -935,8 +938,9 @@ class GetModelInfoResponse(google.protobuf.message.Message):
         backend: builtins.str = ...,
         version: builtins.str = ...,
         vocabulary_size: builtins.int = ...,
+        listwise: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "device", b"device", "dtype", b"dtype", "labels", b"labels", "limits", b"limits", "model", b"model", "profile", b"profile", "profile_revision", b"profile_revision", "profile_verified", b"profile_verified", "score_kind", b"score_kind", "strategies", b"strategies", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "device", b"device", "dtype", b"dtype", "labels", b"labels", "limits", b"limits", "listwise", b"listwise", "model", b"model", "profile", b"profile", "profile_revision", b"profile_revision", "profile_verified", b"profile_verified", "score_kind", b"score_kind", "strategies", b"strategies", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___GetModelInfoResponse = GetModelInfoResponse
