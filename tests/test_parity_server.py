@@ -313,7 +313,9 @@ def test_verify_finds_the_strategies_that_are_planned_wrong(qwen3):
         runtime.close()
     assert not refused
     for each in found:
-        assert (each.score > 1e-2) == (each.strategy in (Strategy.MULTI_ITEM, Strategy.PACKED_MULTI_ITEM, Strategy.FUSED)), each
+        assert (each.score > 1e-2) == (
+            each.strategy in (Strategy.MULTI_ITEM, Strategy.PACKED_MULTI_ITEM, Strategy.FUSED)
+        ), each
 
 
 def test_every_strategy_is_exact_on_the_embedded_model():
