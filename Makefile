@@ -14,7 +14,7 @@ K8S_VENV ?= .venv-k8s
 K8S_STAMP := $(K8S_VENV)/.stamp
 PROTO := protos/prefixrank/v1/scorer.proto
 
-.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image load bench clean
+.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image test-ray fuzz audit load bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -73,6 +73,15 @@ check-image: $(K8S_STAMP)  ## hadolint on the Dockerfile
 test-image: $(STAMP)  ## build the CPU image with buildah and run it: health, one Score, stop (ten minutes from nothing)
 	scripts/test_image.sh $(BIN)/python
 
+test-ray: $(VENV)/.stamp-ray  ## score-file on a local Ray with two workers (two minutes)
+	$(BIN)/python -m pytest -m target tests/targets/test_ray.py
+
+fuzz: $(STAMP)  ## 100,000 damaged inputs: wire, profiles, HTTP bodies (FUZZ_INPUTS, FUZZ_SEED; ten minutes)
+	$(BIN)/python -m pytest -s -m target tests/targets/test_fuzz.py
+
+audit: $(STAMP)  ## bandit on the code, pip-audit on the dependencies where its data can be reached
+	scripts/audit.sh $(PYTHON)
+
 load: $(VENV)/.stamp-load  ## a short load on the embedded model: open loop, then Locust with two workers
 	$(BIN)/python -m loadtest.short_load
 
@@ -80,7 +89,7 @@ bench: $(STAMP)  ## documents/s on this machine's CPU, beside transformers one d
 	$(BIN)/prefixrank bench cpu
 
 clean:  ## remove the environments; the converted model stays in the cache
-	rm -rf $(VENV) $(PROTO_VENV) $(ENVOY_VENV) $(K8S_VENV) .tools
+	rm -rf .venv-audit $(VENV) $(PROTO_VENV) $(ENVOY_VENV) $(K8S_VENV) .tools
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -91,6 +100,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(VENV)/.stamp-load: $(STAMP)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[load]'
+	touch $@
+
+$(VENV)/.stamp-ray: $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[ray]'
 	touch $@
 
 $(ENVOY_STAMP):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scorer import eval_command, measure_commands, remote, score_command, top
+from scorer.bulk import command as bulk
 from scorer.errors import StartError
 from scorer.flags import MODEL_SETTINGS, SETTINGS, add_settings, as_arguments, config_of, given_flags
 
@@ -88,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     score_command.add_arguments(
         command("score", score_command.run, "score documents, here or on a server", score_command.EXAMPLE)
     )
+    told = "score the rows of a parquet file, resumable"
+    bulk.add_arguments(command("score-file", bulk.run, told, bulk.EXAMPLE))
     told = "ask a server whether it serves"
     remote.add_health(command("health", remote.health, told, remote.HEALTH_EXAMPLE))
     top.add_arguments(command("top", top.run, "what a server does right now", top.EXAMPLE))

@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
-SCORE_METHODS = frozenset({f"/{pb.DESCRIPTOR.services_by_name['ScorerService'].full_name}/Score"})
+SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
+SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix"))
 
 TOKENIZER_THREADS = 2
 

@@ -90,6 +90,24 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             _gauge("Tokens that wait", "queue_tokens"),
             _gauge("Calls under way", "in_flight_requests"),
+            Panel(
+                "How full passes are",
+                "percentunit",
+                tuple(
+                    (f"histogram_quantile({q}, {_rate('batch_fill_bucket', 'le')})", f"p{q * 100:g}")
+                    for q in (0.1, 0.5)
+                ),
+                "Near 100 % and a queue: the device is busy. Low and a queue: look at plan and tokenize.",
+            ),
+            Panel(
+                "Accepted and not answered",
+                "cps",
+                (
+                    (_rate("deadline_misses_total", "job"), "deadline came first"),
+                    (_rate("cancelled_total", "job"), "caller went away"),
+                ),
+            ),
+            _rates("Not accepted, by reason", "admission_refusals_total", "reason"),
             _rates("Documents by strategy", "strategy_documents_total", "strategy"),
         ),
     ),
@@ -112,6 +130,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ),
                 ),
             ),
+            _rates("Prefix tokens by where they were found", "cache_tokens_total", "found"),
+            _gauge("Blocks in the cache", "cache_blocks"),
+            _rates("Blocks that made room", "cache_evicted_blocks_total", "instance"),
             Panel(
                 "Documents of a call",
                 "short",

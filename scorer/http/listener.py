@@ -39,6 +39,7 @@ async def listen_http(config: Config, service: ScorerService, certificates: Cert
     settings = uvicorn.Config(
         app,
         log_config=None,
+        log_level="warning",
         access_log=False,  # the service logs each call itself
         lifespan="off",
         server_header=False,

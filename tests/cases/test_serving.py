@@ -22,8 +22,8 @@ from batching.pass_time import Work
 from batching.select import Threshold
 from loadtest.sim_device import SimDevice, device_time
 from loadtest.simulate import Setting, capacity, simulate
-from loadtest.virtual_time import run as virtual
 from loadtest.traces import Profile, calls
+from loadtest.virtual_time import run as virtual
 from scorer.client import AsyncScorerClient, ScorerError, build_request
 from scorer.metrics import Metrics
 from tests.batching.fake import Counting, FakeDevice, TimedDevice, assert_right, batcher, request

@@ -35,7 +35,7 @@ def piped(text, *arguments):
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "score", "health", "top", "demo", "verify", "explain", "calibrate"]
+    ["serve", "score", "score-file", "health", "top", "demo", "verify", "explain", "calibrate"]
     + [f"bench {what}" for what in ("cpu", "attention", "load")],
 )
 def test_help_shows_an_example_and_units(capsys, command):

@@ -33,8 +33,9 @@ def wait_until(done, seconds):
 def children(pid):
     """Processes below this one, the deepest last."""
     found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += [int(child), *children(int(child))]
+    for thread in Path(f"/proc/{pid}/task").iterdir():  # any thread may have started one
+        for child in (thread / "children").read_text().split():
+            found += [int(child), *children(int(child))]
     return found
 
 

@@ -1,0 +1,29 @@
+"""`make test-ray`: score-file --ray on a local Ray with two workers, each an engine with a tiny model."""
+
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scorer.__main__ import main
+from tests.tiny import tiny_model_dir
+
+pytestmark = pytest.mark.target
+
+
+def test_two_workers_give_the_scores_of_one_process_and_go_on_where_one_was_stopped(tmp_path, capsys):
+    rows = [(f"query {n // 6}", f"document {n} " + "word " * (n % 5)) for n in range(60)]
+    source = str(tmp_path / "in.parquet")
+    pq.write_table(pa.table({"query": [q for q, _ in rows], "document": [d for _, d in rows]}), source)
+    model = [f"--model={tiny_model_dir(tmp_path / 'model')}", "--profile=instruct", "--threads=1", "--chunk-rows=10"]
+
+    alone, spread = str(tmp_path / "alone.parquet"), str(tmp_path / "spread.parquet")
+    assert main(["score-file", source, "-o", alone, *model]) == 0
+    assert main(["score-file", source, "-o", spread, *model, "--ray", "--workers=2"]) == 0
+    expected = pq.read_table(alone).to_pylist()
+    found = pq.read_table(spread).to_pylist()
+    assert [r["document"] for r in found] == [d for _, d in rows]
+    assert [r["score"] for r in found] == pytest.approx([r["score"] for r in expected], abs=1e-4)
+    assert not os.path.exists(f"{spread}.parts")
+    assert capsys.readouterr().out.count("60 OK") == 2
