@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -65,9 +65,9 @@ class Engine:
         reads = await on_thread(self._waiting, wait)
         return await on_thread(self._thread, self._healed, batch, reads) if self._bad(batch, reads) else reads
 
-    def on_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    def on_thread(self, work: Callable[[], T]) -> Awaitable[T]:
         """Calls `work` on the device thread, between passes."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return on_thread(self._thread, work)
 
     def run(self, batch: PackedBatch) -> Reads:
         """One forward pass on the calling thread; where NaN may have spread, its items once more, each alone."""
