@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -29,7 +29,7 @@ REST_SECONDS = 10.0
 class OnDevice(Protocol):
     """Calls a function on the device's thread, between passes."""
 
-    def __call__(self, work: Callable[[], T]) -> asyncio.Future[T]: ...
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
 
 
 @dataclass(slots=True, eq=False)
