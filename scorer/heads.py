@@ -37,7 +37,7 @@ def verdict(scored: Scored, kind: Kind) -> Verdict:
     """The score of one item: one read of the labels or classes, or one target token at each of several reads."""
     logits: list[list[float]] = scored.logits.tolist()
     lse: list[float] = [] if scored.lse is None else scored.lse.tolist()
-    if not all(math.isfinite(x) for row in (*logits, lse) for x in row):
+    if not all(map(math.isfinite, lse)) or not all(all(map(math.isfinite, row)) for row in logits):
         return NOT_FINITE
     if kind == "query_likelihood":
         return _query_likelihood(logits, lse)

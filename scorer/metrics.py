@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from wsgiref.simple_server import WSGIServer
@@ -97,12 +98,11 @@ class Metrics:
 
     def answered(self, response: pb.ScoreResponse, results: Iterable[pb.DocumentResult]) -> None:
         """Counts one answered call. `results` are those of all its documents, also where the reply keeps the best."""
-        documents = 0
-        for result in results:
-            documents += 1
-            self.documents.labels(pb.DocumentStatus.Name(result.status).removeprefix(STATUS_PREFIX).lower()).inc()
-            self.truncated.inc(result.truncated)
-            self.non_finite.inc(result.status == pb.DOCUMENT_STATUS_NUMERIC_ERROR)
+        counted = Counts((result.status, result.truncated) for result in results)
+        for (status, truncated), count in counted.items():
+            self.documents.labels(pb.DocumentStatus.Name(status).removeprefix(STATUS_PREFIX).lower()).inc(count)
+            self.truncated.inc(count * truncated)
+            self.non_finite.inc(count * (status == pb.DOCUMENT_STATUS_NUMERIC_ERROR))
         for share in response.strategy.shares:
             self.strategies.labels(pb.Strategy.Name(share.strategy).removeprefix("STRATEGY_").lower()).inc(
                 share.documents
@@ -110,7 +110,7 @@ class Metrics:
         for stage in STAGES:
             self.stage_seconds.labels(stage).observe(getattr(response.timings, f"{stage}_seconds"))
         usage = response.usage
-        self.request_documents.observe(documents)
+        self.request_documents.observe(counted.total())
         self.request_tokens.observe(usage.prefix_tokens + usage.item_tokens)
         self.prefix.inc(usage.prefix_tokens)
         self.cached_prefix.inc(usage.cached_prefix_tokens)

@@ -11,30 +11,34 @@ from attention.plans import Strategy
 from batching.types import RequestScores, Scored
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.heads import Kind, Verdict, reads_apart, verdict
-from scorer.tokenized import DocumentTokens, Label, Tokenized
+from scorer.tokenized import DocumentTokens, Label, Status, Tokenized
 
 if TYPE_CHECKING:
     from scorer.runtime import Runtime
+
+# Looked up for every document, so once.
+STATUSES = {status: pb.DocumentStatus.Value(f"DOCUMENT_STATUS_{status.name}") for status in Status}
+STRATEGIES = {strategy: pb.Strategy.Value(f"STRATEGY_{strategy.name}") for strategy in Strategy}
 
 
 def document_results(
     request: pb.ScoreRequest, tokenized: Tokenized, scores: RequestScores | None, kind: Kind
 ) -> list[pb.DocumentResult]:
     """One result a document, in the request's order."""
-    score_kind = _score_kind(kind, tokenized.labels)
+    score_kind, outputs = _score_kind(kind, tokenized.labels), request.options.outputs
+    wanted = outputs.label_logits, outputs.vocabulary_probabilities
     results = []
     for document in tokenized.documents:
-        result = _unscored(document)
+        scored = None
         if scores is not None and document.item is not None:
             scored = scores.scored[document.item]
             if scored is None:
-                result.status, result.message = pb.DOCUMENT_STATUS_DEADLINE, "the deadline came before its turn"
-            else:
-                result.strategy = _strategy(scored.strategy)
-                _fill(result, verdict(scored, kind), tokenized.labels, request.options.outputs)
-            if result.status == pb.DOCUMENT_STATUS_OK:
-                result.score_kind = score_kind
-        results.append(result)
+                results.append(_result(document, pb.DOCUMENT_STATUS_DEADLINE, "the deadline came before its turn"))
+                continue
+        if scored is None:
+            results.append(_result(document, STATUSES[document.status], document.message))
+        else:
+            results.append(_scored(document, scored, score_kind, verdict(scored, kind), tokenized.labels, wanted))
     return results
 
 
@@ -47,12 +51,12 @@ def per_document(tokenized: Tokenized, scores: RequestScores) -> RequestScores:
     return replace(scores, scored=(None,) * count if whole is None else tuple(reads_apart(whole)), reason=reason)
 
 
-def _unscored(document: DocumentTokens) -> pb.DocumentResult:
+def _result(document: DocumentTokens, status: pb.DocumentStatus.ValueType, message: str) -> pb.DocumentResult:
     return pb.DocumentResult(
         id=document.id,
         index=document.index,
-        status=pb.DocumentStatus.Value(f"DOCUMENT_STATUS_{document.status.upper()}"),
-        message=document.message,
+        status=status,
+        message=message,
         tokens=document.tokens,
         document_tokens=document.document_tokens,
         original_document_tokens=document.original_document_tokens,
@@ -60,17 +64,39 @@ def _unscored(document: DocumentTokens) -> pb.DocumentResult:
     )
 
 
-def _fill(result: pb.DocumentResult, given: Verdict, labels: Sequence[Label], outputs: pb.OutputOptions) -> None:
+def _scored(
+    document: DocumentTokens,
+    scored: Scored,
+    score_kind: pb.ScoreKind.ValueType,
+    given: Verdict,
+    labels: Sequence[Label],
+    outputs: tuple[bool, bool],
+) -> pb.DocumentResult:
+    """outputs: whether label logits, and whether probabilities over the vocabulary, were asked for."""
     if not given.finite:
-        result.status = pb.DOCUMENT_STATUS_NUMERIC_ERROR
-        result.message = "the model gave NaN or infinity for this document"
-        return
+        told = "the model gave NaN or infinity for this document"
+        result = _result(document, pb.DOCUMENT_STATUS_NUMERIC_ERROR, told)
+        result.strategy = STRATEGIES[scored.strategy]
+        return result
     assert given.score is not None, "a finite verdict has a score"
-    result.score = given.score
-    if given.log_odds is not None and given.probability is not None:
-        result.log_odds, result.probability = given.log_odds, given.probability
-    if outputs.label_logits or outputs.vocabulary_probabilities:
-        result.label_logits.extend(_label_scores(given, labels, outputs.vocabulary_probabilities))
+    result = pb.DocumentResult(
+        id=document.id,
+        index=document.index,
+        status=STATUSES[document.status],
+        message=document.message,
+        tokens=document.tokens,
+        document_tokens=document.document_tokens,
+        original_document_tokens=document.original_document_tokens,
+        truncated=document.truncated,
+        strategy=STRATEGIES[scored.strategy],
+        score=given.score,
+        score_kind=score_kind,
+        log_odds=given.log_odds,  # None leaves a field out
+        probability=given.probability,
+    )
+    if outputs[0] or outputs[1]:
+        result.label_logits.extend(_label_scores(given, labels, outputs[1]))
+    return result
 
 
 def _label_scores(given: Verdict, labels: Sequence[Label], vocabulary: bool) -> Iterable[pb.LabelScore]:
@@ -114,7 +140,7 @@ def _best(results: Sequence[pb.DocumentResult], n: int) -> list[pb.DocumentResul
 
 def _choice(scored: Sequence[Scored | None], reason: str) -> pb.StrategyChoice:
     counts = Counter(s.strategy for s in scored if s is not None)
-    shares = [pb.StrategyShare(strategy=_strategy(s), documents=n) for s, n in sorted(counts.items())]
+    shares = [pb.StrategyShare(strategy=STRATEGIES[s], documents=n) for s, n in sorted(counts.items())]
     return pb.StrategyChoice(shares=shares, reason=reason)
 
 
@@ -149,7 +175,7 @@ def model_info(runtime: Runtime, version: str) -> pb.GetModelInfoResponse:
         score_kind=_score_kind(profile.kind, labels),
         labels=[pb.LabelInfo(text=x.text, token_id=x.token_id, positive=i == 0) for i, x in enumerate(labels)],
         limits=pb.Limits(**{name: getattr(limits, name) for name in pb.Limits.DESCRIPTOR.fields_by_name}),
-        strategies=[_strategy(s) for s in info.strategies],
+        strategies=[STRATEGIES[s] for s in info.strategies],
         backend=info.backend,
         version=version,
         vocabulary_size=info.vocabulary_size,
@@ -162,7 +188,3 @@ def _score_kind(kind: Kind, labels: Sequence[Label]) -> pb.ScoreKind.ValueType:
         return pb.SCORE_KIND_MEAN_LOG_PROBABILITY
     odds = len(labels) == 2 or kind == "classification"
     return pb.SCORE_KIND_LOG_ODDS if odds else pb.SCORE_KIND_LABEL_LOGIT
-
-
-def _strategy(strategy: Strategy) -> pb.Strategy.ValueType:
-    return pb.Strategy.Value(f"STRATEGY_{strategy.name}")

@@ -222,10 +222,11 @@ class Tokenization:
     ) -> Tokenized:
         items: list[Item] = []
         documents: list[DocumentTokens] = []
+        label_ids = ints([label.token_id for label in labels])[None]
         for index, read in enumerate(reads):
             item = None if read.ids is None else len(items)
             if read.ids is not None:
-                items.append(_item(read.ids, read.targets, labels))
+                items.append(_item(read.ids, read.targets, label_ids))
             documents.append(
                 DocumentTokens(
                     id=ids[index],
@@ -290,10 +291,10 @@ class Tokenization:
             )
 
 
-def _item(ids: Ints, targets: int, labels: Sequence[Label]) -> Item:
-    """Reads the labels behind the last token; or each target token at its predecessor."""
+def _item(ids: Ints, targets: int, label_ids: Ints) -> Item:
+    """Reads the labels behind the last token; or each target token at its predecessor. label_ids: [1, k]"""
     if not targets:
-        return Item(ids, ints([len(ids) - 1]), ints([label.token_id for label in labels])[None])
+        return Item(ids, np.array([len(ids) - 1], np.int32), label_ids)
     return Item(ids, np.arange(len(ids) - targets - 1, len(ids) - 1, dtype=np.int32), ids[len(ids) - targets :, None])
 
 
