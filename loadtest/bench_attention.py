@@ -33,7 +33,7 @@ GRID = tuple(
     for m in (8, 32, 128, 256)
     if p + s * m <= 65_536 - 512
 )
-KERNELS = {Strategy.CUSTOM_MASK: ("fa2",), Strategy.FUSED: ()}  # of the strategies that have one only
+KERNELS = {Strategy.CUSTOM_MASK: ("fa2",), Strategy.FUSED: ("auto",)}  # of the strategies that have one only
 VARIANTS = (
     *((s, 128) for s in Strategy if s is not Strategy.REFERENCE and s is not Strategy.PACKED_MULTI_ITEM),
     (Strategy.PACKED_MULTI_ITEM, 64),

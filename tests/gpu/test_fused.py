@@ -35,16 +35,19 @@ LAYOUTS = {
     "split": [Segment(-1, 3000, 3000), *[Segment(0, 4)] * 8],
     "deep": [Segment(-1, 50), Segment(0, 30), *[Segment(1, 12)] * 4, *[Segment(0, 9)] * 3],
 }
-HEADS = [(8, 8), (16, 8), (32, 8), (32, 4), (14, 2)]
+# (dtype, heads, kv_heads, head_dim): each compiles kernels of its own
+SHAPES = [
+    *((torch.bfloat16, *heads, 128) for heads in ((8, 8), (16, 8), (32, 8), (32, 4), (14, 2))),
+    *((torch.bfloat16, 16, 8, head_dim) for head_dim in (64, 256)),
+    (torch.float16, 16, 8, 128),
+]
 
 
 def upload(array):
     return torch.from_numpy(np.ascontiguousarray(array)).cuda().ravel()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_against_float32_on_every_token(name, dtype, heads, kv_heads, head_dim):
     layout = Layout.of(LAYOUTS[name])
