@@ -19,6 +19,7 @@ from attention.kv_pages import KvPages
 from attention.plans import Strategy
 from batching.packing import Group, pack
 from batching.types import PackedBatch, TokenizedRequest
+from loadtest.model_report import plot, read_rows
 from loadtest.shapes import SATURATION, SHAPES, SIZES, Shape, random_model, request
 from scorer.errors import ConfigError
 
@@ -81,6 +82,8 @@ def run(
             _profile(path, profile / f"{name}.txt", pass_tokens)
         del path
         torch.cuda.empty_cache()
+    if output is not None:
+        plot(read_rows(output), output.with_suffix(".png"))
     return 0
 
 

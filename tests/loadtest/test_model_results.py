@@ -1,0 +1,74 @@
+"""README's figures of the engine and the service are those of the committed rows."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from loadtest.model_report import plot, read_rows
+from loadtest.shapes import SHAPES, SIZES
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+MODEL = ROOT / "loadtest" / "results" / "h200-model" / "model.jsonl"
+SERVE = [json.loads(line) for line in (ROOT / "loadtest" / "results" / "h200-serve" / "serve.jsonl").open()]
+
+
+def table(head):
+    """The rows of README's table whose first line begins so, by shape."""
+    lines = README[README.index(head) :].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
+    return {tuple(map(int, row[0].split(", "))): row[1:] for row in cells}
+
+
+def test_the_engines_table():
+    rows = {(row["size"], row["quantization"], tuple(row["shape"])): row for row in read_rows(MODEL)}
+    kinds = [("0.6B", "none"), ("0.6B", "fp8"), ("4B", "none"), ("8B", "none")]
+    found = table("| P, S, M | 0.6B, one request alone")
+    assert list(found) == list(SHAPES)
+    for shape, (alone, *rest) in found.items():
+        assert alone == f"{rows['0.6B', 'none', shape]['alone_ms']:.1f} ms"
+        for kind, told in zip(kinds, rest, strict=True):
+            row = rows.get((*kind, shape))
+            assert told == ("-" if row is None else f"{row['items_per_s']:,.0f} ({row['ratio']:.0%})")
+
+
+def test_ratios_follow_from_the_floor():
+    for row in read_rows(MODEL):
+        floor = SIZES[row["size"]].floor(tuple(row["shape"]))
+        assert row["ratio"] == pytest.approx(row["items_per_s"] * floor / row["shape"][2])
+
+
+def test_the_services_table():
+    rows = {(tuple(row["shape"]), row["prefixes"], row["concurrency"]): row for row in SERVE}
+    found = table("| P, S, M | one call at a time, p50")
+    assert list(found) == list(SHAPES)
+    for shape, (alone, distinct, repeated) in found.items():
+        assert alone == f"{rows[shape, 'distinct', 1]['p50_ms']:.1f} ms"
+        assert distinct == f"{rows[shape, 'distinct', 32]['items_per_s']:,.0f}"
+        assert repeated == f"{rows[shape, 'repeated', 32]['items_per_s']:,.0f}"
+
+
+def test_the_open_loops_figures():
+    rows = {(tuple(row["shape"]), row["offered"]): row for row in SERVE if row["concurrency"] == 0}
+    told = re.search(r"items/s offered: p99 (\d+) ms; \(120, 180, 10\) at 1,600: (\d+) ms", README)
+    assert told.groups() == (
+        f"{rows[(70, 90, 100), 3000.0]['p99_ms']:.0f}",
+        f"{rows[(120, 180, 10), 1600.0]['p99_ms']:.0f}",
+    )
+
+
+def test_the_plot_is_drawn(tmp_path):
+    plot(read_rows(MODEL), tmp_path / "model.png")
+    assert (tmp_path / "model.png").stat().st_size > 10_000
+
+
+def test_the_floor_is_the_sum_of_both_parts():
+    """0.6B's: 440.4 million weights in blocks."""
+    size = SIZES["0.6B"]
+    assert size.block_parameters == 28 * (1024 * 128 * 48 + 3 * 1024 * 3072)
+    pairs = 512 * 513 / 2 + 32 * (64 * 512 + 64 * 65 / 2)
+    expected = 2 * size.block_parameters * 2560 / 790e12 + 4 * 28 * 16 * 128 * pairs / 600e12
+    assert size.floor((512, 64, 32)) == pytest.approx(expected)
+    assert size.floor((512, 64, 32), cached=512) < expected
