@@ -94,7 +94,8 @@ class Runtime:
         kv_pages = _kv_pages(config, model, limits, kept_pages)
         attention = _attention(config, model, kv_pages, time_model)
         fast = _fast_path(config, model, limits, kv_pages, kept_pages)
-        engine = Engine(model, attention, config.page_size, kept_pages, fast=fast)
+        patience = config.max_pass_seconds
+        engine = Engine(model, attention, config.page_size, kept_pages, fast=fast, max_pass_seconds=patience)
         identity = fingerprint(source) + profile.revision.encode()
         tiers = make_tiers(config, model, kv_pages, engine, identity)
         return cls(

@@ -1,5 +1,5 @@
-"""The score of a mutation run, from what `mutmut export-cicd-stats` wrote: killed mutants, in percent of those that were
-tried. Exit code 1 where it is below the minimum.
+"""The score of a mutation run, from what `mutmut export-cicd-stats` wrote: killed mutants, in percent of those tried.
+Exit code 1 where it is below the minimum.
 
     mutation_score.py mutants/mutmut-cicd-stats.json 85
 """

@@ -283,6 +283,23 @@ def test_a_device_that_fails_again_and_again_is_given_up_and_everybody_told(poin
     assert pages_in_use(server.runtime.batcher) == 0
 
 
+@pytest.mark.parametrize("point", ["plan", "forward"])
+def test_a_device_that_hangs_for_good_is_given_up_and_everybody_told(point, directory, tmp_path, monkeypatch):
+    """Callers without a deadline, too: the thread cannot be stopped, so the service ends."""
+    with live(directory, PROFILE, tmp_path, check=False, max_pass_tokens=96, max_pass_seconds=2) as server:
+        server.scores(QUERY, TEXTS)
+        hung = put(monkeypatch, server, point)
+        hung.todo.append(hung.hang)
+        ended, codes = outcomes(server, lambda: gathered(call(server) for _ in range(6)))
+        assert {error.code for error in ended} <= {CODE.INTERNAL, CODE.UNAVAILABLE}
+        assert sum(codes.values()) == 6
+        failed = server.runner.run(asyncio.wait_for(server.runtime.batcher.failed(), SECONDS))
+        assert failed == "a pass did not end within 2 seconds"
+        (error,) = server.runner.run(gathered([call(server)]))
+        assert error.code is CODE.UNAVAILABLE
+        hung.released.set()
+
+
 def test_a_device_thread_that_is_gone_leaves_nobody_waiting(server, monkeypatch):
     """The thread is shut down under a pass, with calls behind it."""
     hung = put(monkeypatch, server, "forward")
