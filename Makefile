@@ -14,7 +14,7 @@ K8S_VENV ?= .venv-k8s
 K8S_STAMP := $(K8S_VENV)/.stamp
 PROTO := protos/prefixrank/v1/scorer.proto
 
-.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image test-ray fuzz audit load bench clean
+.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image test-ray fuzz audit load bench mutants test-families clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -87,6 +87,14 @@ load: $(VENV)/.stamp-load  ## a short load on the embedded model: open loop, the
 
 bench: $(STAMP)  ## documents/s on this machine's CPU, beside transformers one document at a time
 	$(BIN)/prefixrank bench cpu
+
+test-families: $(STAMP)  ## every causal family of the installed transformers: exact, or refused by name
+	$(BIN)/python -m pytest -q -s -m target tests/targets/test_all_families.py
+
+# Hours for all; MUTANTS='attention.layout* attention.mask*' for some. Continues where it was stopped.
+mutants: $(STAMP)  ## mutation testing of the pure half of attention and batching: at least 85 % killed
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt mutmut==3.8.1
+	scripts/mutants.sh $(BIN) 85 $(MUTANTS)
 
 clean:  ## remove the environments; the converted model stays in the cache
 	rm -rf .venv-audit $(VENV) $(PROTO_VENV) $(ENVOY_VENV) $(K8S_VENV) .tools

@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from batching.composer import Composer, Part
-from batching.errors import BatchingError, Closed, DeviceFailed, Expired, NotAdmitted
+from batching.errors import BatchingError, Closed, DeviceFailed, DeviceGone, Expired, NotAdmitted
 from batching.job import InFlight, Job
 from batching.observer import Observer, Unobserved
 from batching.packing import fold, pack, unpack
@@ -399,7 +399,9 @@ class Batcher:
                 failure.__cause__ = error
                 self._fail(part.job, failure)
         self._drop_left(parts)
-        if self._failures >= FAILURES_IN_A_ROW:
+        if isinstance(error, DeviceGone):
+            self._give_up(str(error))
+        elif self._failures >= FAILURES_IN_A_ROW:
             self._give_up(f"{FAILURES_IN_A_ROW} passes in a row failed")
 
     def _give_up(self, reason: str) -> None:

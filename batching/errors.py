@@ -1,4 +1,4 @@
-"""What `Batcher.submit` raises.
+"""What `Batcher.submit` raises, and DeviceGone, which the device may raise to it.
 
 BatchingError
 ├── NotAdmitted        load: not accepted, come again after `retry_after` seconds
@@ -64,3 +64,7 @@ class Closed(BatchingError):
 
 class DeviceFailed(BatchingError):
     """The pass that this request was part of failed."""
+
+
+class DeviceGone(Exception):
+    """The device will compute nothing any more, whoever asks."""

@@ -87,6 +87,9 @@ class Config(BaseModel):
     max_pass_tokens: int = Field(
         0, ge=0, description="tokens of one forward pass; a larger request is split; 0: 1024 on a CPU, 16384 on a GPU"
     )
+    max_pass_seconds: float = Field(
+        600.0, ge=0, description="a pass that takes longer is taken for a hung device, which ends the service; 0: never"
+    )
     max_queue_tokens: int = Field(16 * MiB, ge=1, description="tokens waiting; above it calls are refused")
     max_context_tokens: int = Field(
         0, ge=0, description="prefix and one item; 0: what the model was made for, on a GPU at most one pass"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from attention.layout import Layout
 from attention.planner import plan
 from attention.plans import MaskKey, Pages, Plan, Strategy
 from attention.strategy import Attention
+from batching.errors import DeviceGone
 from batching.packing import alone
 from batching.types import PackedBatch, Reads
 from scorer.model import ScoringModel
@@ -45,20 +47,34 @@ class Engine:
         kept_pages: int,
         planner: Planner = plan,
         fast: Fast | None = None,
+        max_pass_seconds: float = 0.0,
     ) -> None:
         """kept_pages: page ids below it outlive a pass. planner: how a layout becomes a plan. fast: takes what it
-        can, the model's own modules the rest."""
+        can, the model's own modules the rest. max_pass_seconds: longer ones are taken for hung; 0: none is."""
         self.model = model
         self.attention = attention
         self._page_size = page_size
         self._kept_pages = kept_pages
         self._planner = planner
         self._fast = fast
+        self._max_pass_seconds = max_pass_seconds or None
         self._waiting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reads")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 
     async def execute(self, batch: PackedBatch) -> Reads:
-        """One forward pass on the device thread, which is free for the next one while a fast pass runs."""
+        """One forward pass on the device thread, which is free for the next one while a fast pass runs.
+
+        Raises DeviceGone where the pass hangs: its thread cannot be stopped, and nothing runs behind it.
+        """
+        try:
+            async with asyncio.timeout(self._max_pass_seconds) as patience:
+                return await self._execute(batch)
+        except TimeoutError:
+            if not patience.expired():  # what the pass itself raised
+                raise
+            raise DeviceGone(f"a pass did not end within {self._max_pass_seconds:g} seconds") from None
+
+    async def _execute(self, batch: PackedBatch) -> Reads:
         if self._fast is None or not self._fast.takes(batch):
             return await on_thread(self._thread, self.run, batch)
         wait = await on_thread(self._thread, self._fast.submit, batch, self._page_size)

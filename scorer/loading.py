@@ -33,6 +33,12 @@ def tokenizer_place(source: str) -> str:
     return source if adapter is None or (adapter.directory / "tokenizer.json").is_file() else adapter.base
 
 
+def places(source: str) -> tuple[str, ...]:
+    """Everything that the model is made of: a checkpoint, or an adapter and its base model."""
+    adapter = adapter_at(Path(source).expanduser())
+    return (source,) if adapter is None else (source, adapter.base)
+
+
 def load_model(source: str, dtype: str, device: str, allow_download: bool) -> ScoringModel:
     """Loads a safetensors directory, a .gguf file, a LoRA adapter with its base model, or, if allowed, a repository of
     the hub.

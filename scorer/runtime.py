@@ -27,7 +27,7 @@ from scorer.errors import ConfigError, ModelError, ProfileError
 from scorer.fused_model import refusal
 from scorer.kv_setup import fingerprint, make_tiers
 from scorer.kv_tiers import KvTiers
-from scorer.loading import find, load_model, tokenizer_place
+from scorer.loading import find, load_model, places, tokenizer_place
 from scorer.model import ScoringModel
 from scorer.profile import Profile, builtin_names, load_profile
 from scorer.selfcheck import TOLERANCE, check_golden, check_packing
@@ -94,8 +94,9 @@ class Runtime:
         kv_pages = _kv_pages(config, model, limits, kept_pages)
         attention = _attention(config, model, kv_pages, time_model)
         fast = _fast_path(config, model, limits, kv_pages, kept_pages)
-        engine = Engine(model, attention, config.page_size, kept_pages, fast=fast)
-        identity = fingerprint(source) + profile.revision.encode()
+        patience = config.max_pass_seconds
+        engine = Engine(model, attention, config.page_size, kept_pages, fast=fast, max_pass_seconds=patience)
+        identity = b"".join(map(fingerprint, places(source))) + profile.revision.encode()
         tiers = make_tiers(config, model, kv_pages, engine, identity)
         return cls(
             config=config,

@@ -1,13 +1,17 @@
 """Hypothesis strategies for layouts: one to four requests, shared, cached and partly cached prefixes, any page size."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from attention.layout import Layout, Segment
 from attention.plans import Pages
 
+# Mutation testing runs every test some hundred times: there a tenth of the examples does.
+SHARE = 0.1 if "MUTANTS" in os.environ else 1.0
 LENGTHS = st.one_of(st.integers(1, 5), st.sampled_from([15, 16, 17, 31, 32, 33]), st.integers(1, 40))
 
 
@@ -54,3 +58,8 @@ def cases(draw, **kwargs):
         pages.append(ids[used : used + n] if k else None)
         used += n if k else 0
     return layout, Pages(page_size, total, tuple(pages))
+
+
+def examples(count):
+    """Settings of a property that is tried on so many examples."""
+    return settings(max_examples=max(1, round(count * SHARE)), deadline=None)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.cost import cost, shapes, shapes_of
@@ -10,6 +10,7 @@ from attention.layout import Layout, Segment, unshared
 from attention.planner import plan
 from attention.plans import HeadShape, Pages, Strategy
 from attention.timing import Fit
+from tests.attention.draw import examples
 
 HEADS = HeadShape(16, 8, 128, 128**-0.5, None)
 
@@ -35,7 +36,7 @@ def test_article_5_1(strategy):
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=30),
     rows=st.sampled_from([64, 128]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_lengths_alone_tell_the_launches(strategy, prefix, cached, lengths, rows):
     have = prefix if cached and strategy is not Strategy.NAIVE else 0
     layout = Layout.of([Segment(-1, prefix, have), *[Segment(0, n) for n in lengths]])

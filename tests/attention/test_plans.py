@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.expand import expand
@@ -12,7 +12,7 @@ from attention.layout import Layout, LayoutError, Segment, unshared
 from attention.mask import visible
 from attention.planner import plan, plan_visibility
 from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, MaskKind, Pages, Strategy
-from tests.attention.draw import cases, segments
+from tests.attention.draw import cases, examples, segments
 
 SHARING = [s for s in Strategy if s is not Strategy.NAIVE]
 
@@ -26,14 +26,14 @@ def exact(layout, pages, strategies, window=None):
 
 @pytest.mark.parametrize("strategy", SHARING)
 @given(case=cases())
-@settings(max_examples=120, deadline=None)
+@examples(120)
 def test_counts_are_the_mask(strategy, case):
     layout, pages = case
     exact(layout, pages, [strategy] * len(layout.leaves))
 
 
 @given(case=cases(), choice=st.data())
-@settings(max_examples=120, deadline=None)
+@examples(120)
 def test_a_request_may_be_split_between_strategies(case, choice):
     layout, pages = case
     whole_trees = (Strategy.CUSTOM_MASK, Strategy.REFERENCE)
@@ -42,7 +42,7 @@ def test_a_request_may_be_split_between_strategies(case, choice):
 
 
 @given(forest=segments(), page_size=st.sampled_from([1, 4, 16]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_naive_computes_what_sharing_computes(forest, page_size):
     layout, source = unshared(Layout.of([replace(s, cached=0) for s in forest]))
     made = exact(layout, Pages.scratch(layout, page_size), [Strategy.NAIVE] * len(layout.leaves))
@@ -52,7 +52,7 @@ def test_naive_computes_what_sharing_computes(forest, page_size):
 
 @pytest.mark.parametrize("strategy", [s for s in SHARING if s not in WINDOWLESS])
 @given(case=cases(), window=st.integers(1, 80))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_sliding_window_is_exact_where_distances_are_kept(strategy, case, window):
     layout, pages = case
     exact(layout, pages, [strategy] * len(layout.leaves), window)
@@ -60,7 +60,7 @@ def test_a_sliding_window_is_exact_where_distances_are_kept(strategy, case, wind
 
 @pytest.mark.parametrize("strategy", sorted(WINDOWLESS))
 @given(case=cases(), window=st.integers(1, 200))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_others_take_a_window_as_long_as_the_path_and_refuse_a_shorter_one(strategy, case, window):
     layout, pages = case
     strategies = [strategy] * len(layout.leaves)
@@ -72,7 +72,7 @@ def test_the_others_take_a_window_as_long_as_the_path_and_refuse_a_shorter_one(s
 
 
 @given(case=cases())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_row_queries_once_and_is_merged_where_it_queries_again(case):
     layout, pages = case
     for strategy in SHARING:

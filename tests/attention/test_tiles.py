@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.cost import shape_of
@@ -27,7 +27,7 @@ from attention.tiles import (
     expand,
     tile,
 )
-from tests.attention.draw import cases
+from tests.attention.draw import cases, examples
 
 KEYS = 32  # of a block
 
@@ -41,7 +41,7 @@ def cut(layout, pages, tokens, columns=8, shortest=10_000, aligned=False):
 
 
 @given(case=cases(), tokens=st.sampled_from([1, 2, 7, 16, 64]), shortest=st.sampled_from([1, 5, 10_000]))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_counts_are_the_mask(case, tokens, shortest):
     layout, pages = case
     tiles, place = cut(layout, pages, tokens, columns=0, shortest=shortest)
@@ -66,7 +66,7 @@ def blocks_of(tiles, place, cached, row):
 
 
 @given(case=cases(deep=False), tokens=st.sampled_from([4, 16, 64]), seed=st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_aligned_rows_meet_their_keys_in_the_same_blocks_whatever_stands_beside_them(case, tokens, seed):
     layout, pages = case
     tiles, place = cut(layout, pages, tokens, aligned=True)
@@ -82,7 +82,7 @@ def test_aligned_rows_meet_their_keys_in_the_same_blocks_whatever_stands_beside_
 
 
 @given(case=cases(), tokens=st.sampled_from([4, 16]))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_part_is_merged_once_into_the_rows_it_was_cut_from(case, tokens):
     layout, pages = case
     tiles, _ = cut(layout, pages, tokens, columns=0, shortest=3)
@@ -122,7 +122,7 @@ def test_a_long_item_before_a_short_prefix_ends_its_tile():
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
     tokens=st.sampled_from([8, 32, 64]),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_lengths_alone_tell_the_blocks(prefix, cached, lengths, tokens):
     have = prefix if cached else 0
     segments = [Segment(-1, prefix, have)] if prefix else []

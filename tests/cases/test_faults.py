@@ -283,6 +283,23 @@ def test_a_device_that_fails_again_and_again_is_given_up_and_everybody_told(poin
     assert pages_in_use(server.runtime.batcher) == 0
 
 
+@pytest.mark.parametrize("point", ["plan", "forward"])
+def test_a_device_that_hangs_for_good_is_given_up_and_everybody_told(point, directory, tmp_path, monkeypatch):
+    """Callers without a deadline, too: the thread cannot be stopped, so the service ends."""
+    with live(directory, PROFILE, tmp_path, check=False, max_pass_tokens=96, max_pass_seconds=2) as server:
+        server.scores(QUERY, TEXTS)
+        hung = put(monkeypatch, server, point)
+        hung.todo.append(hung.hang)
+        ended, codes = outcomes(server, lambda: gathered(call(server) for _ in range(6)))
+        assert {error.code for error in ended} <= {CODE.INTERNAL, CODE.UNAVAILABLE}
+        assert sum(codes.values()) == 6
+        failed = server.runner.run(asyncio.wait_for(server.runtime.batcher.failed(), SECONDS))
+        assert failed == "a pass did not end within 2 seconds"
+        (error,) = server.runner.run(gathered([call(server)]))
+        assert error.code is CODE.UNAVAILABLE
+        hung.released.set()
+
+
 def test_a_device_thread_that_is_gone_leaves_nobody_waiting(server, monkeypatch):
     """The thread is shut down under a pass, with calls behind it."""
     hung = put(monkeypatch, server, "forward")
@@ -365,3 +382,49 @@ def test_a_storm_of_faults_loses_no_call_no_page_and_no_score(seed, server, trut
         points[name].todo.clear()
     right(server.runner.run(call(server)), truth)
     assert np.isfinite(list(truth.values())).all()
+
+
+# --- streams and warming
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_on_a_stream_each_request_has_one_answer_whatever_fails(point, server, truth, monkeypatch):
+    put(monkeypatch, server, point).todo.append(broken)
+    before = counted(server)
+    asked = [build_request(QUERY, TEXTS, request_id=f"r{number}", max_tokens_per_document=UNCUT) for number in range(8)]
+
+    async def scenario():
+        async with asyncio.timeout(SECONDS):
+            return [answer async for answer in server.at.client.score_stream(asked)]
+
+    answers = server.runner.run(scenario())
+    assert sorted(id for id, _ in answers) == sorted(request.request_id for request in asked)
+    failed = [answer for _, answer in answers if isinstance(answer, ScorerError)]
+    assert failed
+    assert {error.code for error in failed} == {CODE.INTERNAL}
+    for _, answer in answers:
+        if not isinstance(answer, ScorerError):
+            right(answer, truth)
+    assert counted(server) - before == Counter(OK=8 - len(failed), INTERNAL=len(failed))
+    settled(server)
+
+
+@on_the_device
+def test_a_prefix_that_could_not_be_warmed_is_not_taken_for_warm(point, server, truth, monkeypatch):
+    """The pages of a pass that failed hold nothing."""
+    fault = put(monkeypatch, server, point)
+    query = "a query that nobody asked before"
+    expected = server.truth(query, TEXTS)
+
+    async def warmed():
+        return await gathered([server.at.client.warm_prefix(pb.WarmPrefixRequest(query=pb.QueryPrefix(text=query)))])
+
+    fault.todo.append(broken)
+    (first,) = server.runner.run(warmed())
+    assert first.code is CODE.INTERNAL
+    response = server.score(query, TEXTS)
+    assert response.usage.cached_prefix_tokens == 0
+    close([r.score for r in response.results], expected)
+    (second,) = server.runner.run(warmed())
+    assert second.status in (pb.WARM_STATUS_WARMED, pb.WARM_STATUS_ALREADY_WARM)
+    settled(server)

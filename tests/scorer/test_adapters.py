@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from attention.plans import Strategy
 from scorer.errors import ModelError
-from scorer.loading import load_model
+from scorer.kv_setup import fingerprint
+from scorer.loading import load_model, places
 from scorer.runtime import Runtime
 from tests.cases.live import PROFILE, TOLERANCE, live, plain_tokenizer
 from tests.scorer.test_classification import DOCUMENTS, ONE, QUERY
@@ -173,3 +174,19 @@ def test_an_adapter_with_a_tokenizer_of_its_own_uses_it(base, tmp_path):
     plain_tokenizer(base).save_pretrained(directory)
     with live(directory, PROFILE, tmp_path) as server:
         assert server.ids("q", "a document") == theirs
+
+
+def test_kept_prefixes_are_those_of_this_adapter_on_this_base_model(base, tmp_path):
+    """What tells them apart on disk and across restarts changes with either."""
+    directory = trained(base, tmp_path / "adapter", "CAUSAL_LM", r=4)
+
+    def identity():
+        return tuple(map(fingerprint, places(str(directory))))
+
+    before = identity()
+    assert identity() == before
+    tiny_model_dir(base, seed=1)
+    other_base = identity()
+    without(directory, "layers.1.self_attn.q_proj.lora_B.weight")
+    assert len({before, other_base, identity()}) == 3
+    assert len(places(str(base))) == 1
