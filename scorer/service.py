@@ -107,6 +107,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._runtime: Runtime | None = None
         self._refusing: str | None = "the service is starting"
         self.in_flight = 0
+        self._last_call = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
@@ -134,6 +135,12 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         runtime = self._accepting()
         submit, kind = runtime.batcher.submit, runtime.profile.kind
         await check_forever(self._sampler, submit, kind, runtime.tolerance, seconds, self._metrics.checked)
+
+    async def quiet(self, seconds: float, at_most: float) -> None:
+        """Returns once no call has come for so long; callers need a moment to see that the service stops."""
+        end = time.monotonic() + at_most
+        while (now := time.monotonic()) < end and now - self._last_call < seconds:
+            await asyncio.sleep(seconds / 4)
 
     async def idle(self) -> None:
         """Returns once no call is under way."""
@@ -308,6 +315,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
 
     def _enter(self) -> None:
         self.in_flight += 1
+        self._last_call = time.monotonic()
         self._idle.clear()
         self._metrics.in_flight.inc()
 
