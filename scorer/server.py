@@ -34,6 +34,9 @@ T = TypeVar("T")
 SWITCH_SECONDS = 0.0005  # Python's own is ten times that
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
+# The port stays open until no call has come for so long, but not longer than the health checks of a proxy take.
+QUIET_SECONDS = 0.2
+LINGER_SECONDS = 5.0
 # After so long a thread that tokenizes or packs lets the loop have its turn; Python's own choice is five times that.
 SWITCH_SECONDS = 0.001
 
@@ -119,6 +122,8 @@ class _Server:
         except TimeoutError:
             left = self.at.service.in_flight
             log.warning("the grace of %g s is over; what is left is cancelled: %d calls", seconds, left)
+        # Callers hear UNAVAILABLE and go elsewhere; of a call that comes as gRPC closes they would hear CANCELLED.
+        await self.at.service.quiet(QUIET_SECONDS, LINGER_SECONDS)
         return self.at.service.in_flight == 0
 
 

@@ -49,7 +49,8 @@ SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreS
 TOKENIZER_THREADS = 2
 
 # gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
-DEADLINE_SLACK = 0.01
+# A call that came late has little left of it, and the hundredth was of the whole: so many seconds at least.
+DEADLINE_SLACK, DEADLINE_SLACK_SECONDS = 0.01, 0.005
 # What partial_ok keeps of the deadline for the reply: so many seconds, and no more than this part of what is left.
 REPLY_SECONDS, REPLY_PART = 0.02, 0.1
 
@@ -107,6 +108,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._runtime: Runtime | None = None
         self._refusing: str | None = "the service is starting"
         self.in_flight = 0
+        self._last_call = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
@@ -134,6 +136,12 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         runtime = self._accepting()
         submit, kind = runtime.batcher.submit, runtime.profile.kind
         await check_forever(self._sampler, submit, kind, runtime.tolerance, seconds, self._metrics.checked)
+
+    async def quiet(self, seconds: float, at_most: float) -> None:
+        """Returns once no call has come for so long; callers need a moment to see that the service stops."""
+        end = time.monotonic() + at_most
+        while (now := time.monotonic()) < end and now - self._last_call < seconds:
+            await asyncio.sleep(seconds / 4)
 
     async def idle(self) -> None:
         """Returns once no call is under way."""
@@ -176,7 +184,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             response = await self.score(self._admitted(request, caller), deadline)
             return response
         except asyncio.CancelledError:
-            late = remaining is not None and time.perf_counter() - started >= remaining * (1 - DEADLINE_SLACK)
+            late = remaining is not None and _is_over(remaining, time.perf_counter() - started)
             code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
             raise
         except Exception as error:
@@ -308,6 +316,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
 
     def _enter(self) -> None:
         self.in_flight += 1
+        self._last_call = time.monotonic()
         self._idle.clear()
         self._metrics.in_flight.inc()
 
@@ -330,6 +339,11 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._metrics.internal_errors.inc()
         log.error("internal error error_id=%s", error_id, exc_info=error)
         return f"internal error, id {error_id}"
+
+
+def _is_over(remaining: float, elapsed: float) -> bool:
+    """Whether a call that ended after `elapsed` seconds of `remaining` ended by its deadline."""
+    return elapsed >= remaining - max(remaining * DEADLINE_SLACK, DEADLINE_SLACK_SECONDS)
 
 
 def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,14 +36,14 @@ class ChunkScorer:
             raise ConfigError(f"this worker serves {name!r}, the job began with {job.scorer!r}")
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """batch: {"chunk": numbers}; the rows of each, once its part is written."""
+        """batch: {"chunk": numbers}; the rows of each, once its part is written, and which process wrote it."""
         chunks = [int(chunk) for chunk in batch["chunk"]]
         rows = []
         for chunk, table in tables(self._job, chunks):
             scored = self._runner.run(score_rows(rows_of(self._job, table), self._ask, self._options))
             write_part(self._job, chunk, table, scored)
             rows.append(table.num_rows)
-        return {"rows": rows}
+        return {"rows": rows, "worker": [f"{os.uname().nodename} {os.getpid()}"] * len(rows)}
 
 
 async def _enter(context: Any) -> Any:
@@ -57,20 +60,25 @@ def run(args: argparse.Namespace) -> int:
     job = job_of(args, rows, size, asyncio.run(_name(args)))
     begin(job, args.restart)
     pending = job.pending()
+    workers: set[str] = set()
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # the bar tells it in rows
+    ray.data.DataContext.get_current().enable_progress_bars = False
     ray.init(address=args.ray_address, include_dashboard=False, log_to_driver=False)
     try:
         with Bar(job.rows, job.rows - rows_left(job.chunk_rows, job.rows, pending)) as bar:
-            for done in _scored(args, job, pending):
-                bar.advance(done)
+            for row in _scored(args, job, pending):
+                workers.add(row["worker"])
+                bar.advance(row["rows"])
     except ray.exceptions.RayError as error:
         return stopped(error)
     finally:
         ray.shutdown()
+    print(f"{len(workers)} workers scored {len(pending)} chunks", file=sys.stderr)
     return told(finish(job), args.output)
 
 
 def _scored(args: argparse.Namespace, job: Job, pending: Sequence[int]) -> Any:
-    """Rows of each chunk, as it is done."""
+    """What each chunk's worker says, as it is done."""
     import ray
 
     if not pending:
@@ -81,11 +89,11 @@ def _scored(args: argparse.Namespace, job: Job, pending: Sequence[int]) -> Any:
         ChunkScorer,
         fn_constructor_args=(sent, job),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=args.workers),
+        # One chunk at a time: what waits in one worker's line would keep another one idle.
+        compute=ray.data.ActorPoolStrategy(size=args.workers, max_tasks_in_flight_per_actor=1),
         num_gpus=args.worker_gpus or None,
     )
-    for row in scored.iter_rows():
-        yield row["rows"]
+    yield from scored.iter_rows()
 
 
 async def _name(args: argparse.Namespace) -> str:

@@ -200,6 +200,31 @@ def test_a_stop_under_load_answers_what_was_accepted_and_refuses_the_rest():
     run(scenario)
 
 
+def test_a_stop_under_constant_load_says_unavailable_and_nothing_else():
+    async def scenario():
+        codes, stop = Counter(), asyncio.Event()
+
+        async def work(client):
+            while not stop.is_set():
+                try:
+                    await client.score("q", ["a"], timeout=10)
+                    codes["OK"] += 1
+                except ScorerError as error:
+                    codes[error.code.name] += 1
+
+        async with Life() as life, AsyncScorerClient(await life.listening()) as client:
+            workers = [asyncio.create_task(work(client)) for _ in range(16)]
+            await until(lambda: codes["OK"] > 100)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: codes["UNAVAILABLE"] > 100)  # and then they find another replica
+            stop.set()
+            await asyncio.gather(*workers)
+            assert await life.exit_code() == 0
+        assert codes.keys() == {"OK", "UNAVAILABLE"}
+
+    run(scenario)
+
+
 def test_the_grace_is_bounded():
     async def scenario():
         life = Life(drain_seconds=0.2)

@@ -151,8 +151,20 @@ def test_http_json_with_curl_and_through_mutual_tls(model_dir, tmp_path):
             assert code == 400
             assert told["details"][0]["field_violations"][0]["field"] == "documents"
             assert post(url, {"nonsense": 1})[0] == 400
+            assert asyncio.run(streamed(envoy.target)) == {f"r{n}" for n in range(30)}
     finally:
         plain.stop()
+
+
+async def streamed(target):
+    """The ids of the requests that were answered on one stream."""
+
+    async def requests():
+        for n in range(30):
+            yield build_request(f"query {n}", ["a", "b"], request_id=f"r{n}")
+
+    async with AsyncScorerClient(target, channel_options=LOOPBACK_OPTIONS) as client:
+        return {id async for id, answer in client.score_stream(requests()) if len(answer.results) == 2}
 
 
 def post(url, body):

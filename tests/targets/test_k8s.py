@@ -11,7 +11,7 @@ from scorer.config import Config
 from scorer.flags import SETTINGS
 from scorer.listen import CLOSE_SECONDS
 from scorer.metrics import Metrics
-from scorer.server import SERVICE
+from scorer.server import LINGER_SECONDS, SERVICE
 
 pytestmark = pytest.mark.target
 
@@ -82,7 +82,7 @@ def test_probes_ask_health_where_it_speaks_no_tls(overlay):
 def test_the_grace_outlasts_pre_stop_and_drain(overlay):
     spec, config = deployment(overlay)["template"]["spec"], settings(overlay)
     before = container(overlay)["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert spec["terminationGracePeriodSeconds"] >= before + config.drain_seconds + CLOSE_SECONDS + 2
+    assert spec["terminationGracePeriodSeconds"] >= before + config.drain_seconds + LINGER_SECONDS + CLOSE_SECONDS + 2
     assert before >= 3, "endpoints and Envoy must hear of it first"
 
 

@@ -10,12 +10,13 @@ import schemathesis
 import voyageai
 import voyageai.error
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis import checks
+from schemathesis import GenerationMode, checks
 from transformers import AutoTokenizer
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import ScorerClient
 from scorer.demo import LOOPBACK_OPTIONS, Server
+from tests.scorer.http.test_app import PATHS
 from tests.tiny import tiny_model_dir
 
 QUERY = "what is the capital of France"
@@ -133,19 +134,24 @@ def test_schemathesis_finds_no_fault(server):
         "status_code_conformance",
         "content_type_conformance",
         "response_schema_conformance",
+        "negative_data_rejection",
     }
     held = [check for check in checks.CHECKS.get_all() if check.__name__ in wanted]
     assert {check.__name__ for check in held} == wanted
     called = set()
     for operation in schema.get_all_operations():
-        run_one(operation.ok(), held, called)
-    assert called == {"/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/health"}
+        for mode in GenerationMode if operation.ok().body else [GenerationMode.POSITIVE]:
+            run_one(operation.ok(), mode, held, called)
+    both = {(path, mode) for path in PATHS for mode in GenerationMode}
+    assert called == both | {("/health", GenerationMode.POSITIVE)}
 
 
-def run_one(operation, held, called):
-    @given(case=operation.as_strategy())
+def run_one(operation, mode, held, called):
+    """mode: requests that fit the schema, or that do not and must be refused."""
+
+    @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
-        max_examples=40,
+        max_examples=25,
         deadline=None,
         database=None,
         derandomize=True,
@@ -153,7 +159,7 @@ def run_one(operation, held, called):
         phases=[Phase.generate],
     )
     def each(case):
-        called.add(operation.path)
+        called.add((operation.path, mode))
         case.call_and_validate(checks=held)
 
     each()
