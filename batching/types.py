@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +26,22 @@ class Item:
     ids: Ints
     read_offsets: Ints
     read_ids: Ints
+    _key: bytes | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.ids.ndim == 1, "ids is one row of token ids"
         assert len(self.ids) > 0, "an item has at least one token"
         assert self.read_ids.shape[:1] == self.read_offsets.shape, "one row of read_ids a read offset"
-        assert ((self.read_offsets >= 0) & (self.read_offsets < len(self.ids))).all(), "reads lie inside the item"
+        offsets = self.read_offsets.tolist()  # a few ints: faster than arrays, and there are many items
+        assert not offsets or 0 <= min(offsets) <= max(offsets) < len(self.ids), "reads lie inside the item"
 
     def key(self) -> bytes:
         """Equal for items that get equal scores behind the same prefix."""
-        return b"|".join(part.tobytes() for part in (self.ids, self.read_offsets, self.read_ids))
+        if self._key is None:
+            key = b"|".join((self.ids.tobytes(), self.read_offsets.tobytes(), self.read_ids.tobytes()))
+            object.__setattr__(self, "_key", key)
+        assert self._key is not None, "set above"
+        return self._key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
