@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from attention.plans import MaskKey
-from scorer.fused_ops import FP8, FP8_MAX, Quantized, Rows, add_rms_norm, quantize, rms_norm, rotate, silu_mul
+from scorer.fused_ops import add_rms_norm, quantize, rms_norm, rotate, silu_mul
 from scorer.model import ScoringModel
+from scorer.quantized import FP8, FP8_MAX, Quantized, Rows
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MLP_ROWS = 16_384  # rows that the wide middle of the MLP exists for at a time

@@ -5,24 +5,11 @@ They round where transformers' modules round, so that both bodies and the module
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-
-
-class Quantized(NamedTuple):
-    """Rows in FP8: values [n, width], and the fp32 scale [n, 1] that each row is to be multiplied by."""
-
-    values: Tensor
-    scales: Tensor
-
-
-Rows = Tensor | Quantized
+from scorer.quantized import FP8, FP8_MAX, Quantized, Rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantized: bool = False) -> Rows:

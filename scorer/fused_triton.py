@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scorer.fused_ops import FP8, FP8_MAX, Quantized, Rows
+from scorer.quantized import FP8, FP8_MAX, Quantized, Rows
 
 SILU_BLOCK = 1024
 
