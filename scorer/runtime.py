@@ -151,6 +151,22 @@ class Runtime:
             self.tiers.close()
 
 
+def load_checked(config: Config) -> Runtime:
+    """Loads the model and proves it. Raises StartError, also where the GPU's memory does not hold what the limits ask
+    for: at the start, where all of it is taken, and not under traffic."""
+    try:
+        runtime = Runtime.load(config)
+        try:
+            runtime.check()
+        except BaseException:
+            runtime.close()
+            raise
+    except torch.OutOfMemoryError as error:
+        told = str(error).split(". ")[0]
+        raise ModelError(f"{told}: lower --max-pass-tokens or --cache-tokens, or take a smaller model") from None
+    return runtime
+
+
 def _profile(config: Config) -> Profile:
     if config.profile is not None:
         return load_profile(config.profile)

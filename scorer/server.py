@@ -43,15 +43,9 @@ SWITCH_SECONDS = 0.001
 
 def load_runtime(config: Config) -> Runtime:
     """Loads the model and proves it. Takes seconds and blocks. Raises StartError."""
-    from scorer.runtime import Runtime  # torch and transformers take seconds to import; the server listens before
+    from scorer.runtime import load_checked  # torch and transformers take seconds to import; the server listens before
 
-    runtime = Runtime.load(config)
-    try:
-        runtime.check()
-    except BaseException:
-        runtime.close()
-        raise
-    return runtime
+    return load_checked(config)
 
 
 async def serve(
