@@ -14,7 +14,7 @@ K8S_VENV ?= .venv-k8s
 K8S_STAMP := $(K8S_VENV)/.stamp
 PROTO := protos/prefixrank/v1/scorer.proto
 
-.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image test-ray fuzz audit load bench mutants test-families clean
+.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image test-ray fuzz audit load simulate bench-cases soak bench mutants test-families clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -84,6 +84,16 @@ audit: $(STAMP)  ## bandit on the code, pip-audit on the dependencies where its 
 
 load: $(VENV)/.stamp-load  ## a short load on the embedded model: open loop, then Locust with two workers
 	$(BIN)/python -m loadtest.short_load
+
+simulate: $(STAMP)  ## scheduling policies and cache on a fitted device, in virtual time (two minutes)
+	$(BIN)/python -m loadtest.simulate --seconds 30
+
+bench-cases: $(STAMP)  ## what the cases of serving say of seconds and memory, on this machine (four minutes)
+	$(BIN)/python -m pytest -m target -s tests/targets/test_timed_cases.py
+
+soak: $(STAMP)  ## SOAK_SECONDS (1800) at twice the load, with callers that go away and tiers that fail
+	command -v redis-server valkey-server || (apt-get install -y redis-server || true) >/dev/null 2>&1
+	$(BIN)/python -m pytest -m target -s tests/targets/test_soak.py
 
 bench: $(STAMP)  ## documents/s on this machine's CPU, beside transformers one document at a time
 	$(BIN)/prefixrank bench cpu

@@ -18,6 +18,7 @@ PATIENCE = 1.0  # of the time that recomputing takes, after which a fetch is giv
 GIVEN_UP_SECONDS = 0.1  # what a fetch that failed is taken to have cost at least
 GIVEN_UP_TIMES = 4.0  # a fetch that was given up would have taken longer, nobody knows how much
 FORGETTING = 0.85
+TRY_AGAIN = 64  # one of so many fetches that do not look worth it is made all the same
 WISHES = 2  # how often a block must have been wanted before it is copied to the tiers
 
 
@@ -40,8 +41,8 @@ class Tiers(Protocol):
     def read(self, found: Found, keys: Sequence[bytes]) -> Awaitable[Sequence[Any]]:
         """The blocks' contents, from the first on, as many as are there and sound. May be cancelled."""
 
-    def fill(self, pages: Ints, contents: Sequence[Any]) -> Awaitable[None]:
-        """Copies contents into pages, on the device's own turn."""
+    def fill(self, pages: Ints, contents: Sequence[Any]) -> Awaitable[float]:
+        """Copies contents into pages, on the device's own turn; the seconds that this took once it was its turn."""
 
     def store(self, keys: Sequence[bytes], pages: Ints) -> Awaitable[None]:
         """Copies pages out, on the device's own turn; writing them to the tiers goes on behind that."""
@@ -104,6 +105,7 @@ class ReadAhead:
         self._clock = clock
         self._stored: set[bytes] = set()
         self._storing: set[asyncio.Task[None]] = set()
+        self._declined = 0
         self._bringing: dict[bytes, asyncio.Task[None]] = {}
         self.counts = TierCounts()
 
@@ -116,10 +118,13 @@ class ReadAhead:
         begin = hit * self._cache.page_size
         again = self._recompute(begin, min(begin + found.blocks * self._cache.page_size, asked.tokens))
         fetch = self._rates.seconds(found.tier, found.size)
-        worth = fetch < again * found.likely
-        if not worth:
-            self.counts.chosen["recompute"] += 1
-        return found if worth else None
+        if fetch < again * found.likely:
+            return found
+        self._declined += 1
+        if self._declined % TRY_AGAIN == 0:
+            return found  # or a tier that has recovered would never be asked again
+        self.counts.chosen["recompute"] += 1
+        return None
 
     def _recompute(self, begin: int, end: int) -> float:
         return self._pass_time.share(Work.of(end, begin, ()), self._pass_tokens)
@@ -158,16 +163,16 @@ class ReadAhead:
             self.counts.regret_seconds += self._clock() - began
             self._rates.learn(found.tier, found.size, GIVEN_UP_TIMES * (self._clock() - began))
             return
-        await self._filled(whole, hit, contents)
-        spent = self._clock() - began
+        spent = self._clock() - began  # without the wait for the device, which computing it again would have too
+        spent += await self._filled(whole, hit, contents)
         self.counts.chosen["fetch"] += 1
         self.counts.regret_seconds += max(0.0, spent - again)
         self._rates.learn(found.tier, found.size, spent)
         tokens = min(len(contents) * size, whole.tokens - hit * size)
         self.counts.fetched_tokens[found.tier] = self.counts.fetched_tokens.get(found.tier, 0) + tokens
 
-    async def _filled(self, whole: Chain, hit: int, contents: Sequence[Any]) -> None:
-        """Registers the blocks, fills their pages, and only then says that they are written."""
+    async def _filled(self, whole: Chain, hit: int, contents: Sequence[Any]) -> float:
+        """Registers the blocks, fills their pages, and only then says that they are written. Seconds of copying."""
         got = Chain(whole.salt, whole.keys[: hit + len(contents)], whole.tokens)
         lease = self._cache.registered(got, self._clock())
         root = whole.keys[0]
@@ -175,10 +180,12 @@ class ReadAhead:
         try:
             new = lease.blocks[hit:]
             pages = np.array([block.page for block in new], np.int32)
-            await asyncio.shield(self._tiers.fill(pages, contents[: len(new)]))  # the pages are held until it ends
+            # Shielded, as the pages are held until the copy ends.
+            seconds = await asyncio.shield(self._tiers.fill(pages, contents[: len(new)]))
             for block in new:
                 block.written = True
                 self._stored.add(block.key)
+            return seconds
         finally:
             self._cache.filling.discard(root)
             self._cache.release(lease)

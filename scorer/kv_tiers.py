@@ -134,14 +134,22 @@ class KvTiers:
             watched.resting_until = self._clock() + REST_SECONDS
             log.warning("%s tier rests for %g s: %s", watched.store.name, REST_SECONDS, error)
 
-    async def fill(self, pages: Ints, contents: Sequence[bytes]) -> None:
-        """Copies contents into pages on the device's thread, between passes."""
+    async def fill(self, pages: Ints, contents: Sequence[bytes]) -> float:
+        """Copies contents into pages on the device's thread, between passes; seconds of decoding and copying."""
         if not len(pages):
-            return
+            return 0.0
+        began = time.perf_counter()
         layers = await asyncio.get_running_loop().run_in_executor(
             self._io, self._codec.decode, contents, self._kv_pages.shapes()
         )
-        await self._run(lambda: self._kv_pages.copy_in(pages.tolist(), layers))
+        decoded = time.perf_counter()
+
+        def copy() -> float:
+            started = time.perf_counter()
+            self._kv_pages.copy_in(pages.tolist(), layers)
+            return time.perf_counter() - started
+
+        return decoded - began + await self._run(copy)
 
     async def store(self, keys: Sequence[bytes], pages: Ints) -> None:
         """Copies pages out on the device's thread, between passes; encoding and writing go on behind that."""

@@ -49,6 +49,7 @@ class FakeTiers:
 
     async def fill(self, pages, contents):
         self.filled += pages.tolist()
+        return 0.0
 
     async def store(self, keys, pages):
         raise AssertionError("nothing is stored here")
