@@ -98,7 +98,7 @@ class Batcher:
         if tiers is not None:
             times = self._scheduler.pass_time
             self.ahead = ReadAhead(cache, tiers[0], tiers[1], times, limits.max_pass_tokens, clock)
-        self._composer = Composer(cache, limits.max_pass_tokens, limits.max_pass_items)
+        self._composer = Composer(cache, limits.max_pass_tokens, limits.max_pass_items, self._scheduler.pass_time)
         self._window = given.window or Window()
         self._in_flight = InFlight()
         self._jobs: dict[Ticket, Job] = {}

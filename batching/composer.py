@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -9,7 +10,7 @@ from itertools import islice
 from attention.plans import DENSE, Strategy
 from batching.job import Job
 from batching.packing import Group
-from batching.pass_time import Work
+from batching.pass_time import PassTime, Work
 from batching.prefix_cache import Lease, PrefixCache
 from batching.select import Budget
 
@@ -26,25 +27,40 @@ class Part:
 class Composer:
     """Takes requests in the order that it is given, as much as a pass holds."""
 
-    def __init__(self, cache: PrefixCache, pass_tokens: int, pass_items: int) -> None:
+    def __init__(self, cache: PrefixCache, pass_tokens: int, pass_items: int, pass_time: PassTime) -> None:
         self.cache = cache
+        self.pass_time = pass_time
         self._pass_tokens = pass_tokens
         self._pass_items = pass_items
 
     def compose(self, jobs: Iterable[Job], now: float) -> list[Part]:
-        """The next pass. Afterwards call `finish` or `fail` with it."""
+        """The next pass. Afterwards call `finish` with it.
+
+        All of a pass ends together, so nothing is added that would make someone late who would be done with it.
+        """
         budget = Budget(self._pass_tokens, self._pass_items)
-        parts = []
+        parts: list[Part] = []
         trees: dict[bytes, Strategy | None] = {}
+        end, latest = now, math.inf
         for job in jobs:
             if budget.full:
                 break
             if job.waits(self.cache.filling) or _mixes(job, trees):
                 continue
+            if parts and end + self._at_most(job, budget) > latest:
+                continue
             if (part := self._part(job, budget, now)) is not None:
                 parts.append(part)
                 trees |= dict.fromkeys(_root(job), _dense(job))
+                end += self.pass_time.share(part.work, self._pass_tokens) * self.pass_time.margin
+                if len(part.group.items) == len(job.left) and not job.ticket.hopeless(now):
+                    latest = min(latest, math.inf if job.ticket.deadline is None else job.ticket.deadline)
         return parts
+
+    def _at_most(self, job: Job, budget: Budget) -> float:
+        """Seconds that a job would add to the pass, as much of it as the pass has room for."""
+        part = min(1.0, budget.tokens / max(job.ticket.work.tokens, 1))
+        return job.ticket.seconds * part * self.pass_time.margin
 
     def cached(self, job: Job) -> int:
         """Prefix tokens of a job that are indexed at the moment."""

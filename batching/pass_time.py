@@ -15,6 +15,7 @@ PRIOR_WEIGHT = 0.05  # of that belief beside one measured pass
 KNOWN_PASSES = 4  # measured passes from which on a prediction may refuse a caller
 REMEMBERED = 64  # passes
 MARGIN_QUANTILE = 0.9
+MOST_MARGIN = 2.0  # or passes that compile something would have everyone refused for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class FittedPassTime:
             return
         if self.known:
             self._ratios.append(seconds / max(self.seconds(work), 1e-9))
-            self.margin = max(1.0, float(np.quantile(self._ratios, MARGIN_QUANTILE)))
+            self.margin = min(max(1.0, float(np.quantile(self._ratios, MARGIN_QUANTILE))), MOST_MARGIN)
         self._passes.append((work.tokens, work.pairs, seconds))
         self._fit = self._fitted()
 

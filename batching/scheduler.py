@@ -166,21 +166,21 @@ class Scheduler:
             raise OverShare(told, need - room)
 
     def _check_deadlines(self, new: Ticket, queue: Sequence[Ticket], free_at: float, now: float) -> None:
-        """Walks through the queue in its order: nobody's deadline may break that would have held without the new one.
-
-        Behind the new one everyone's end moves by what it takes.
-        """
+        """Walks through the queue in its order, with the new one and without: nobody may become late through it."""
         order = self.order([*(ticket for ticket in queue if ticket.seconds), new], now)
-        ends = self._ends(order, max(free_at, now))
-        delay = new.seconds * self.pass_time.margin
-        place = order.index(new)
-        self._check_own(new, ends[place], now)
-        for ticket, end in zip(order[place + 1 :], ends[place + 1 :], strict=True):
-            if _broken(ticket, end, delay):
+        begin, place = max(free_at, now), order.index(new)
+        self._check_own(new, self._ends(order, begin)[place], now)
+        end, delay = begin, 0.0
+        for ticket in order:
+            end += ticket.seconds * self.pass_time.margin
+            if ticket is new:
+                delay = ticket.seconds * self.pass_time.margin
+            elif delay and _broken(ticket, end - delay, end):
                 raise CannotFinish("a request that was accepted before would miss its deadline", new.seconds)
 
     def _ends(self, order: Sequence[Ticket], begin: float) -> list[float]:
-        """When each is done, run in this order. Whoever shares a pass is done when all of it is."""
+        """When each is done, run in this order. Whoever shares a pass is done when all of it is; the composer sees to
+        it that nobody becomes late by that."""
         ends: list[float] = []
         whole, margin = self.limits.pass_tokens, self.pass_time.margin
         end, open_, left = begin, 0, whole  # ends[open_:] share the pass that has room for `left` tokens
@@ -228,9 +228,9 @@ class Scheduler:
             raise CannotFinish(told, ahead + new.seconds - (new.deadline - now))
 
 
-def _broken(ticket: Ticket, end: float, delay: float) -> bool:
-    """Whether it would be late by ending at `end`, and not without this delay."""
+def _broken(ticket: Ticket, before: float, after: float) -> bool:
+    """Whether it is late, or nearly, by ending at `after`, where it is not beyond hope already."""
     if ticket.deadline is None or ticket.partial:
         return False
     latest = ticket.deadline - PROMISE_RESERVE * (ticket.deadline - ticket.submitted)
-    return end > latest >= end - delay
+    return after > latest and before <= ticket.deadline

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batching.pass_time import KNOWN_PASSES, FittedPassTime, Work
+from batching.pass_time import KNOWN_PASSES, MOST_MARGIN, FittedPassTime, Work
 from batching.window import MAX_SECONDS, Window
 
 
@@ -56,6 +56,14 @@ def test_it_follows_a_device_that_gets_slower_and_is_careful_meanwhile():
     for work in passes(rng, 80):
         made.learn(work, 3e-5 * work.tokens)
     assert made.seconds(Work(10_000)) == pytest.approx(0.3, rel=0.1)
+
+
+def test_a_few_passes_that_compile_something_make_it_careful_and_not_useless():
+    rng, made = np.random.default_rng(3), FittedPassTime()
+    for n, work in enumerate(passes(rng, 40)):
+        made.learn(work, 1e-5 * work.tokens * (200 if n % 5 == 4 else 1))
+    assert made.margin <= MOST_MARGIN
+    assert made.seconds(Work(10_000)) < 1.0
 
 
 def test_it_is_not_trusted_before_it_has_seen_some_passes():
