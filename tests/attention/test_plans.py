@@ -237,3 +237,79 @@ def test_a_draft_tree_by_its_visibility():
     blind[3] = False
     with pytest.raises(LayoutError, match="at least one token"):
         plan_visibility(layout, blind, 16)
+
+
+# --- what a refusal says, and what travels through
+
+
+TWO_TREES = [Segment(-1, 3), Segment(0, 2), Segment(0, 4), Segment(-1, 5), Segment(3, 1)]
+
+
+def refusal(work):
+    with pytest.raises(LayoutError) as refused:
+        work()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("strategy", sorted(WINDOWLESS))
+def test_a_window_too_short_is_told_with_the_strategy_and_what_to_use(strategy):
+    layout = Layout.of(TWO_TREES)
+    told = refusal(lambda: plan(layout, [strategy] * 3, Pages.scratch(layout, 16), window=6))
+    assert told.startswith(f"{strategy} does not keep distances within a sliding window, and 6 tokens are fewer")
+    assert told.endswith("use direct_ragged")
+
+
+@pytest.mark.parametrize("strategy", sorted(ITEM_LIMITED))
+def test_an_item_too_long_is_told_with_the_strategy_and_both_numbers(strategy):
+    layout = Layout.of([Segment(-1, 3), Segment(0, MAX_ITEM_TOKENS + 1), Segment(0, 2)])
+    told = refusal(lambda: plan(layout, [strategy] * 2, Pages.scratch(layout, 16)))
+    assert told == f"{strategy} takes items of up to 65535 tokens, got 65536: use direct_ragged"
+
+
+def test_other_refusals_word_by_word():
+    layout = Layout.of(TWO_TREES)
+    pages = Pages.scratch(layout, 16)
+    assert refusal(lambda: plan(layout, [Strategy.CASCADE], pages)) == "3 leaves need as many strategies, got 1"
+    told = refusal(lambda: plan(layout, [Strategy.NAIVE] * 3, pages))
+    assert told == "naive computes a prefix for every item: give it layout.unshared(layout)"
+    mixed = [Strategy.CUSTOM_MASK, Strategy.DIRECT_RAGGED, Strategy.CUSTOM_MASK]
+    told = refusal(lambda: plan(layout, mixed, pages))
+    assert told == "custom_mask and reference compute whole trees: give them every leaf of a request"
+    seen = visible(layout)
+    told = refusal(lambda: plan_visibility(layout, seen[1:], 16))
+    assert told == "the visibility of this layout is 15 x 15, got (14, 15)"
+    seen[2] = False
+    told = refusal(lambda: plan_visibility(layout, seen, 16))
+    assert told == "every row must see at least one token, itself if nothing else"
+
+
+def test_a_leaf_that_is_cached_is_no_leaf():
+    layout = Layout.of([Segment(-1, 4, cached=4), Segment(0, 3, cached=1)])
+    pages = Pages(16, 1, (np.zeros(1, np.int32), np.zeros(1, np.int32)))
+    told = refusal(lambda: plan(layout, [Strategy.DIRECT_RAGGED], pages))
+    assert told == "a leaf with cached tokens is an inner segment whose continuation is missing"
+
+
+def test_a_visibility_over_two_trees_keeps_them_apart():
+    layout = Layout.of(TWO_TREES)
+    seen = visible(layout)
+    made = plan_visibility(layout, seen, 4)
+    np.testing.assert_array_equal(expand(made, layout, Pages.scratch(layout, 4)), seen)
+    assert made.launches[0].custom_mask.size == 9 * 9 + 6 * 6
+    assert made.logits_soft_cap == 0.0
+    assert made.merges == ()
+    assert made.page_size == 4
+
+
+@pytest.mark.parametrize("strategy", SHARING)
+def test_the_soft_cap_travels_with_the_plan(strategy):
+    layout = Layout.of(TWO_TREES)
+    pages = Pages.scratch(layout, 16)
+    assert plan(layout, [strategy] * 3, pages, soft_cap=30.0).logits_soft_cap == 30.0
+    assert plan(layout, [strategy] * 3, pages).logits_soft_cap == 0.0
+
+
+def test_a_path_may_end_in_a_leaf_without_a_parent():
+    """Naive looks at the parents' children; the last segments of a layout have none."""
+    layout = Layout.of([Segment(-1, 3), Segment(0, 2), Segment(-1, 4)])
+    exact(layout, Pages.scratch(layout, 16), [Strategy.NAIVE] * 2)
