@@ -40,10 +40,11 @@ format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/buf format --write protos
 
-stubs: $(PROTO_STAMP)  ## regenerate the committed stubs from the proto
+stubs: $(PROTO_STAMP) $(STAMP)  ## regenerate the committed stubs from the proto
 	scripts/generate_stubs.sh $(PROTO_VENV)/bin protos
+	$(BIN)/python -m deploy.envoy.generate
 
-check-stubs: $(PROTO_STAMP)  ## regenerate into a temporary folder and compare
+check-stubs: $(PROTO_STAMP) $(STAMP)  ## regenerate into a temporary folder and compare
 	scripts/generate_stubs.sh $(PROTO_VENV)/bin --compare
 
 generated: $(STAMP)  ## make what is built from code: dashboard, operator's rules, Envoy's TLS configuration and descriptors
