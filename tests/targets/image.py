@@ -69,7 +69,8 @@ def main(container, image):
         assert process.wait(60) == 0, "SIGTERM ends it with 0"
     finally:
         if process.poll() is None:
-            process.kill()
+            for pid in (*reversed(children(process.pid)), process.pid):
+                os.kill(pid, signal.SIGKILL)
     changed = subprocess.run(
         ["find", root, "-xdev", "-newer", stamp, "-type", "f", "-printf", "%P\\n"], capture_output=True, text=True
     ).stdout.split()
