@@ -42,6 +42,7 @@ EMBEDDED_PROFILE = "smollm2"
 # Cancelling, deadlines and other callers wait for one pass: long enough for the kernels, short enough for them.
 PASS_TOKENS = {"cpu": 1024, "cuda": 16_384}
 INVARIANT_TOKENS = 4096  # every pass costs as much as a full one
+FP8_TOLERANCE = 1.0  # log-odds: FP8 moves them by tenths, a document that sees its neighbours by far more
 KEY_BLOCK = 64  # keys that the fused kernel takes at a time
 MAX_PASS_ITEMS = 1024  # with the tokens of a pass it bounds the pages that a plan may need
 
@@ -130,7 +131,7 @@ class Runtime:
     def check(self) -> None:
         """The start's proofs: labels and seams, packed equals alone, golden scores. Blocks. Raises StartError."""
         self.tokenization.prove()
-        policy, tolerance = self.batcher.policy, self.config.tolerance
+        policy, tolerance = self.batcher.policy, self.tolerance
         found = check_packing(self.engine, self.tokenization, self.profile.kind, policy, tolerance)
         log.info("packed equals alone: %s", ", ".join(f"{d.strategy} within {d.score:.2g}" for d in found))
         if self.profile.verified:
@@ -143,7 +144,9 @@ class Runtime:
     @property
     def tolerance(self) -> float:
         """What packed and alone scores may differ in."""
-        return TOLERANCE[self.engine.model.dtype] if self.config.tolerance is None else self.config.tolerance
+        if self.config.tolerance is not None:
+            return self.config.tolerance
+        return FP8_TOLERANCE if self.config.quantization == "fp8" else TOLERANCE[self.engine.model.dtype]
 
     def close(self) -> None:
         self.engine.close()

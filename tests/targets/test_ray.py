@@ -5,12 +5,12 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray.data
 
 from scorer.__main__ import main
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.target
+ray_data = pytest.importorskip("ray.data", reason="make test-ray installs it")
 
 
 def test_two_workers_give_the_scores_of_one_process(tmp_path, capsys):
@@ -20,7 +20,7 @@ def test_two_workers_give_the_scores_of_one_process(tmp_path, capsys):
     model = [f"--model={tiny_model_dir(tmp_path / 'model')}", "--profile=instruct", "--threads=1", "--chunk-rows=10"]
 
     # Ten rows take a tiny model no time: the first worker that is up would do them all.
-    ray.data.DataContext.get_current().wait_for_min_actors_s = 120
+    ray_data.DataContext.get_current().wait_for_min_actors_s = 120
 
     alone, spread = str(tmp_path / "alone.parquet"), str(tmp_path / "spread.parquet")
     assert main(["score-file", source, "-o", alone, *model]) == 0
