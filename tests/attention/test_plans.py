@@ -313,3 +313,50 @@ def test_a_path_may_end_in_a_leaf_without_a_parent():
     """Naive looks at the parents' children; the last segments of a layout have none."""
     layout = Layout.of([Segment(-1, 3), Segment(0, 2), Segment(-1, 4)])
     exact(layout, Pages.scratch(layout, 16), [Strategy.NAIVE] * 2)
+
+
+def test_two_cascades_in_one_plan_are_merged_each_in_its_own():
+    layout = Layout.of([Segment(-1, 20), *[Segment(0, 3)] * 4])
+    mixed = [Strategy.CASCADE] * 2 + [Strategy.CASCADE_CONTIGUOUS] * 2
+    made = exact(layout, Pages.scratch(layout, 16), mixed)
+    assert made.merges == ((2, 1), (4, 3)), "the shared rows are the first one's"
+    for a, b in made.merges:
+        np.testing.assert_array_equal(made.launches[a].q_rows, made.launches[b].q_rows)
+
+
+CAUSAL, NOTHING, ITEMS, MATRIX = MaskKind.CAUSAL, MaskKind.NONE, MaskKind.MULTI_ITEM, MaskKind.CUSTOM
+MASKS = {
+    Strategy.SPLIT_CACHE: [CAUSAL, CAUSAL],
+    Strategy.DIRECT_RAGGED: [CAUSAL],
+    Strategy.DIRECT_RAGGED_GROUPED: [CAUSAL, CAUSAL],
+    Strategy.CASCADE: [CAUSAL, NOTHING, CAUSAL],
+    Strategy.CASCADE_CONTIGUOUS: [CAUSAL, NOTHING, CAUSAL],
+    Strategy.MULTI_ITEM: [ITEMS],
+    Strategy.PACKED_MULTI_ITEM: [ITEMS],
+    Strategy.CUSTOM_MASK: [MATRIX],
+    Strategy.REFERENCE: [MATRIX],
+}
+
+
+@pytest.mark.parametrize("strategy", MASKS)
+def test_each_launch_says_how_it_masks(strategy):
+    layout = Layout.of([Segment(-1, 200), Segment(0, 4), Segment(0, 3)])
+    made = exact(layout, Pages.scratch(layout, 16), [strategy] * 2)
+    assert [launch.mask for launch in made.launches] == MASKS[strategy]
+
+
+@pytest.mark.parametrize("strategy", sorted(ITEM_LIMITED))
+def test_the_kernels_count_items_in_sixteen_bits_and_prefixes_in_thirty_two(strategy):
+    layout = Layout.of([Segment(-1, 3), Segment(0, 1)])
+    arrays = plan(layout, [strategy], Pages.scratch(layout, 16)).launches[0].multi_item
+    assert arrays.token_pos_in_items_ptr.dtype == arrays.max_item_len_ptr.dtype == np.uint16
+    assert arrays.prefix_len_ptr.dtype == np.uint32
+    assert arrays.token_pos_in_items_len == 1
+
+
+@pytest.mark.parametrize("kept", [[7], [2, 5], [9, 0, 3]])
+def test_a_plan_says_how_many_pages_it_needs_kept_ones_included(kept):
+    layout = Layout.of([Segment(-1, 16 * len(kept)), Segment(0, 16)])
+    pages = Pages(16, 0, (np.array(kept, np.int32), None))
+    made = plan(layout, [Strategy.CASCADE_CONTIGUOUS], pages)
+    assert made.num_pages == max(kept) + 1
