@@ -63,7 +63,8 @@ def test_calls_that_are_given_up_cost_the_others_nothing(seed, directory, tmp_pa
             return await asyncio.gather(task, return_exceptions=True)
 
         async def all_at_once():
-            patience = [rng.choice([None, None, rng.random() * 0.2]) for _ in asked]
+            # Some at once, whatever the machine's speed; others perhaps in the middle.
+            patience = [0.0 if n % 8 == 0 else rng.choice([None, None, rng.random() * 0.2]) for n in range(len(asked))]
             ended = await asyncio.gather(*map(call, asked, patience))
             async with asyncio.timeout(20):
                 while server.at.service.in_flight:
@@ -77,7 +78,7 @@ def test_calls_that_are_given_up_cost_the_others_nothing(seed, directory, tmp_pa
                 continue
             for text, result in zip(documents, ended.results, strict=True):
                 assert result.score == pytest.approx(alone[text], abs=TOLERANCE)
-        assert given_up > 3
+        assert given_up >= 4
         assert 0 <= server.metric("requests_total", code="CANCELLED") - before <= given_up
         assert server.runtime.batcher.queued_tokens == 0
         assert pages_in_use(server.runtime.batcher) == 0
