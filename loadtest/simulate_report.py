@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loadtest.simulate import Result
+from loadtest.sim_result import Result
 
 
 def report(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import grpc
@@ -14,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.access import Access, TokenFile
+from scorer.build import build_version
 from scorer.config import Config
 from scorer.errors import StartError
 from scorer.guard import Guard
@@ -158,10 +158,3 @@ async def _listen_http(
 def join(host: str, port: int) -> str:
     """An address, with the brackets that IPv6 needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def build_version() -> str:
-    try:
-        return version("prefixrank")
-    except PackageNotFoundError:
-        return "not installed"

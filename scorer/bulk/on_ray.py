@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scorer.bulk.command import Bar, job_of, rows_left, stopped, told
 from scorer.bulk.parts import Job, begin, describe, finish, rows_of, tables, write_part
+from scorer.bulk.progress import Bar, job_of, rows_left, stopped, told
 from scorer.bulk.rows import Options, score_rows
 from scorer.errors import ConfigError
 

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
 
+from scorer.build import build_version
 from scorer.config import Config
 from scorer.errors import StartError
 from scorer.http.app import make_app
-from scorer.listen import build_version
 from scorer.service import ScorerService
 from scorer.tls import Certificates
 
