@@ -17,6 +17,7 @@ from torch import Tensor
 from attention.tiles import COLUMNS, Cut
 
 GATHER_ROWS = 8  # rows of a CTA of `gather_rows`
+HOPPER, AMPERE = (9, 0), (8, 0)  # compute capabilities: H100 and later, A100
 LOG2_E = 1.4426950408889634
 
 
@@ -34,9 +35,15 @@ class Blocks:
     tma: bool = True
 
     @classmethod
-    def of(cls, head_dim: int) -> Blocks:
-        """What was measured to be fastest on an H200; wide heads take blocks that fit its shared memory."""
-        return cls() if head_dim <= 128 else cls(64, 64, 4, 2)
+    def of(cls, head_dim: int, capability: tuple[int, int] | None = None) -> Blocks:
+        """What was measured to be fastest on an H200; wide heads, and GPUs with less shared memory or without the
+        accelerator, take what fits them (there it was not measured). capability: of the GPU, None: the one at hand."""
+        if capability is None:
+            capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else HOPPER
+        tma, roomy = capability >= HOPPER, capability >= HOPPER or capability == AMPERE
+        if head_dim <= 128:
+            return cls(stages=3 if roomy else 2, tma=tma)
+        return cls(64, 64, 4, 2, tma) if roomy else cls(64, 32, 4, 1, tma)
 
     def cut(self, heads: int, kv_heads: int) -> Cut:
         """How passes are cut for this kernel."""

@@ -42,6 +42,7 @@ EMBEDDED_PROFILE = "smollm2"
 # Cancelling, deadlines and other callers wait for one pass: long enough for the kernels, short enough for them.
 PASS_TOKENS = {"cpu": 1024, "cuda": 16_384}
 INVARIANT_TOKENS = 4096  # every pass costs as much as a full one
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 FP8_TOLERANCE = 1.0  # log-odds: FP8 moves them by tenths, a document that sees its neighbours by far more
 KEY_BLOCK = 64  # keys that the fused kernel takes at a time
 MAX_PASS_ITEMS = 1024  # with the tokens of a pass it bounds the pages that a plan may need
@@ -252,8 +253,16 @@ def _fast_path(
     from scorer.fast_path import FastPath, Mode
 
     mode = Mode(fp8, invariant)
-    fast = FastPath(model, kv_pages, kept_pages, limits.max_context_tokens, limits.max_pass_tokens, mode)
-    seconds = fast.capture(paged=kept_pages > 0)
+    try:
+        fast = FastPath(model, kv_pages, kept_pages, limits.max_context_tokens, limits.max_pass_tokens, mode)
+        seconds = fast.capture(paged=kept_pages > 0)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # what a compiler says of a GPU that nobody tried is not ours to list
+        if fp8 or invariant:
+            raise ModelError(f"the hand-fused path does not run on this GPU: {error}") from error
+        log.warning("the hand-fused path does not run on this GPU: %s; the model runs by its own modules", error)
+        return None
     log.info("hand-fused path: %d CUDA graphs captured in %.1f s", fast.graphs, seconds)
     if fp8:
         log.info("fp8: q, k, v, output, gate, up and down projections of every layer; all else as it is")
@@ -270,6 +279,8 @@ def _no_fast_path(config: Config, model: ScoringModel) -> str:
         return f"--policy {config.policy} chooses among the other strategies"
     if config.invariant and config.page_size % KEY_BLOCK:
         return f"invariant wants pages that are whole blocks of keys: --page-size {KEY_BLOCK}"
+    if config.quantization == "fp8" and torch.cuda.get_device_capability(model.device) < FP8_CAPABILITY:
+        return "FP8 products need compute capability 8.9"
     if find_spec("triton") is None:
         return "Triton is not installed"
     return refusal(model)
