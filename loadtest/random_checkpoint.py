@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from loadtest.shapes import Size
 
@@ -35,18 +35,7 @@ def write_checkpoint(size: Size, directory: Path, seed: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     _tokenizer().save_pretrained(directory)
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        tie_word_embeddings=size.tied,
-        max_position_embeddings=40_960,
-        dtype=torch.bfloat16,
-    )
+    config = size.config(VOCABULARY)
     auto: Any = AutoModelForCausalLM
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         auto.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)

@@ -53,6 +53,20 @@ class Size:
         attention = 4 * self.layers * self.heads * self.head_dim * pairs
         return max(dense / DENSE_FLOPS + attention / ATTENTION_FLOPS, 2 * self.block_parameters / BANDWIDTH)
 
+    def config(self, vocabulary: int, layers: int | None = None) -> Qwen3Config:
+        """transformers' configuration of it; layers: None: all."""
+        return Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_hidden_layers=layers or self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=40_960,
+        )
+
     def flops(self, shape: Shape) -> float:
         """Dense FLOPs of one request."""
         return 2.0 * self.block_parameters * (shape[0] + shape[1] * shape[2])
@@ -67,17 +81,7 @@ SIZES = {
 
 def random_model(size: Size, layers: int | None = None) -> ScoringModel:
     """bf16 on the GPU, seeded. Values do not change the time, as long as they are not zeros."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=layers or size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        tie_word_embeddings=size.tied,
-        max_position_embeddings=40_960,
-    )
+    config = size.config(VOCABULARY, layers)
     torch.manual_seed(0)
     with torch.device("cuda"):
         auto: Any = AutoModelForCausalLM
