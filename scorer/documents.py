@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.plans import MAX_ITEM_TOKENS
+from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS
 from batching.types import Ints
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import Body
@@ -19,7 +19,7 @@ from scorer.validation import Violations, is_blank
 # Text encoded in one call. The tokenizer's records are a hundred times the text, and freeing them holds up the others.
 _BATCH_CHARACTERS = 1 << 18
 # These strategies keep the position within an item in 16 bits.
-_ITEM_LIMITED = frozenset({pb.STRATEGY_MULTI_ITEM, pb.STRATEGY_PACKED_MULTI_ITEM})
+_ITEM_LIMITED = frozenset(pb.Strategy.Value(f"STRATEGY_{strategy.name}") for strategy in ITEM_LIMITED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

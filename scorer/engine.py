@@ -27,13 +27,16 @@ Planner = Callable[[Layout, Sequence[Strategy], Pages, int | None, float, int], 
 
 
 class Fast(Protocol):
-    """A faster way to compute some passes."""
+    """A faster way to compute some passes. NaN in one item may reach others that share its pass."""
 
     def takes(self, batch: PackedBatch) -> bool:
         """Whether it can compute this pass."""
 
     def submit(self, batch: PackedBatch, page_size: int) -> Callable[[], Reads]:
         """Enqueues a pass; the answer waits for its reads, on any thread."""
+
+    def scrub(self) -> None:
+        """Removes what a pass may have left for later ones, after it met NaN."""
 
 
 class Engine:
@@ -93,7 +96,8 @@ class Engine:
 
     def _bad(self, batch: PackedBatch, reads: Reads) -> list[int]:
         """The items that NaN may have reached from others."""
-        if self.attention.isolates_nan or len(batch.shares) == 1:
+        fast = self._fast is not None and self._fast.takes(batch)
+        if (self.attention.isolates_nan and not fast) or len(batch.shares) == 1:
             return []
         if np.isfinite(reads.logits).all() and np.isfinite(reads.lse[batch.normalize]).all():
             return []
@@ -117,6 +121,8 @@ class Engine:
             reads.lse[share.first : share.last] = own.lse
             healed += _finite(batch, reads, number)
         self.attention.scrub(self._kept_pages)
+        if self._fast is not None:
+            self._fast.scrub()
 
     def _forward(self, batch: PackedBatch) -> Reads:
         started = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attention.plans import Strategy
 from batching.types import RequestScores, Scored
@@ -51,7 +51,10 @@ def per_document(tokenized: Tokenized, scores: RequestScores) -> RequestScores:
     return replace(scores, scored=(None,) * count if whole is None else tuple(reads_apart(whole)), reason=reason)
 
 
-def _result(document: DocumentTokens, status: pb.DocumentStatus.ValueType, message: str) -> pb.DocumentResult:
+def _result(
+    document: DocumentTokens, status: pb.DocumentStatus.ValueType, message: str, **more: Any
+) -> pb.DocumentResult:
+    """more: fields of a scored document, set in the one call that makes it."""
     return pb.DocumentResult(
         id=document.id,
         index=document.index,
@@ -61,6 +64,7 @@ def _result(document: DocumentTokens, status: pb.DocumentStatus.ValueType, messa
         document_tokens=document.document_tokens,
         original_document_tokens=document.original_document_tokens,
         truncated=document.truncated,
+        **more,
     )
 
 
@@ -75,19 +79,12 @@ def _scored(
     """outputs: whether label logits, and whether probabilities over the vocabulary, were asked for."""
     if not given.finite:
         told = "the model gave NaN or infinity for this document"
-        result = _result(document, pb.DOCUMENT_STATUS_NUMERIC_ERROR, told)
-        result.strategy = STRATEGIES[scored.strategy]
-        return result
+        return _result(document, pb.DOCUMENT_STATUS_NUMERIC_ERROR, told, strategy=STRATEGIES[scored.strategy])
     assert given.score is not None, "a finite verdict has a score"
-    result = pb.DocumentResult(
-        id=document.id,
-        index=document.index,
-        status=STATUSES[document.status],
-        message=document.message,
-        tokens=document.tokens,
-        document_tokens=document.document_tokens,
-        original_document_tokens=document.original_document_tokens,
-        truncated=document.truncated,
+    result = _result(
+        document,
+        STATUSES[document.status],
+        document.message,
         strategy=STRATEGIES[scored.strategy],
         score=given.score,
         score_kind=score_kind,

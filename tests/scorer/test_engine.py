@@ -227,3 +227,42 @@ def test_where_nan_spreads_the_items_run_alone_and_only_the_bad_one_stays_bad():
     assert np.isnan(scores[-1])
     np.testing.assert_allclose(scores[:-1], expected, atol=TOLERANCE)
     np.testing.assert_allclose(later, expected, atol=TOLERANCE)
+
+
+class SpreadingFast:
+    """A fast path in which NaN anywhere reaches every item."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.scrubbed = 0
+
+    def takes(self, batch):
+        return all(strategy is Strategy.FUSED for strategy in batch.leaf_strategies)
+
+    def submit(self, batch, page_size):
+        reads = self._inner.run(batch)
+        spoiled = np.nan if np.isnan(reads.logits).any() else 0.0
+        return lambda: replace(reads, logits=reads.logits + np.float32(spoiled))
+
+    def scrub(self):
+        self.scrubbed += 1
+
+
+def test_a_fast_path_spreads_nan_whatever_the_attention_beside_it_does():
+    """Without FlashInfer the attention is torch's, which isolates: that says nothing of the fast path's passes."""
+    model = tiny("llama", seed=3)
+    asked = request(np.random.default_rng(6), 20, [5, 17, 9], vocabulary=200)
+    poisoned = replace(asked, items=(*asked.items, Item(np.array([3, 205, 4], np.int32), np.array([2]), LABELS)))
+    expected = truth(model, asked)
+    fast = SpreadingFast(engine(model))
+    made = engine(model, fast=fast)
+    weights = model.hf.get_input_embeddings().weight
+    kept = weights[205].clone()
+    weights[205] = float("nan")
+    try:
+        scores = log_odds(whole(made, poisoned, Strategy.FUSED))
+    finally:
+        weights[205] = kept
+    assert np.isnan(scores[-1])
+    np.testing.assert_allclose(scores[:-1], expected, atol=TOLERANCE)
+    assert fast.scrubbed == 1
