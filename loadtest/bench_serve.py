@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -36,7 +37,8 @@ SLO = 0.1  # seconds, p99 of an open loop
 class Row:
     """One run. concurrency: calls at once, 0 in an open loop; offered: items/s that arrive there, else 0; times in ms.
 
-    forward_ms: median of what the service says the pass took; floor_ms: of one request on an H200
+    medians of what the service says: of its own whole, tokenize_ms, queue_ms, plan_ms, forward_ms and total_ms
+    floor_ms: of one request on an H200
     """
 
     size: str
@@ -48,7 +50,11 @@ class Row:
     refused: int
     p50_ms: float
     p99_ms: float
+    tokenize_ms: float
+    queue_ms: float
+    plan_ms: float
     forward_ms: float
+    total_ms: float
     items_per_s: float
     floor_ms: float
     ratio: float
@@ -92,7 +98,8 @@ async def _measure(args: argparse.Namespace, target: str) -> list[Row]:
         print(_line(row), flush=True)
 
     async with _clients(target) as clients:
-        for shape in SHAPES:
+        shapes = [tuple(shape) for shape in args.shape] or SHAPES
+        for shape in shapes:
             for prefixes in ("distinct", "repeated"):
                 asked = _requests(shape, DISTINCT if prefixes == "distinct" else WARM)
                 await _closed(clients, asked[:CHANNELS], 1, 0.2)
@@ -100,6 +107,8 @@ async def _measure(args: argparse.Namespace, target: str) -> list[Row]:
                     calls, seconds = await _closed(clients, asked, concurrency, args.seconds)
                     add(_row(args.size, shape, prefixes, concurrency, 0.0, calls, seconds))
         for shape, rates in OPEN_LOOP.items():
+            if shape not in shapes:
+                continue
             asked = _requests(shape, DISTINCT)
             for offered in rates:
                 calls, seconds = await _open(clients, asked, offered / shape[2], 2 * args.seconds)
@@ -136,10 +145,10 @@ def _requests(shape: Shape, count: int) -> list[pb.ScoreRequest]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """seconds of the whole call and of the pass; None where it was refused."""
+    """seconds of the whole call, and what the service says of its parts; None where it was refused."""
 
     seconds: float
-    forward: float | None
+    timings: pb.Timings | None
 
 
 async def _closed(
@@ -179,13 +188,13 @@ async def _call(client: AsyncScorerClient, request: pb.ScoreRequest) -> Call:
         answer = await client.score_request(request, 30.0)
     except ScorerError:
         return Call(time.perf_counter() - sent, None)
-    return Call(time.perf_counter() - sent, answer.timings.forward_seconds)
+    return Call(time.perf_counter() - sent, answer.timings)
 
 
 def _row(
     size: str, shape: Shape, prefixes: str, concurrency: int, offered: float, calls: Sequence[Call], seconds: float
 ) -> Row:
-    answered = [call for call in calls if call.forward is not None]
+    answered = [call for call in calls if call.timings is not None]
     times = np.array([call.seconds for call in answered] or [np.nan])
     floor = SIZES[size].floor(shape, shape[0] if prefixes == "repeated" else 0)
     items = len(answered) * shape[2] / seconds
@@ -199,11 +208,20 @@ def _row(
         refused=len(calls) - len(answered),
         p50_ms=1e3 * float(np.median(times)),
         p99_ms=1e3 * float(np.percentile(times, 99)),
-        forward_ms=1e3 * float(np.median([call.forward or 0.0 for call in answered] or [np.nan])),
+        tokenize_ms=_median([call.timings.tokenize_seconds for call in answered if call.timings]),
+        queue_ms=_median([call.timings.queue_seconds for call in answered if call.timings]),
+        plan_ms=_median([call.timings.plan_seconds for call in answered if call.timings]),
+        forward_ms=_median([call.timings.forward_seconds for call in answered if call.timings]),
+        total_ms=_median([call.timings.total_seconds for call in answered if call.timings]),
         items_per_s=items,
         floor_ms=1e3 * floor,
         ratio=items * floor / shape[2],
     )
+
+
+def _median(seconds: Sequence[float]) -> float:
+    """In milliseconds."""
+    return 1e3 * float(np.median(seconds)) if seconds else math.nan
 
 
 def _line(row: Row) -> str:
@@ -211,6 +229,7 @@ def _line(row: Row) -> str:
     met = "" if row.concurrency else f" p99 {'within' if row.p99_ms <= 1e3 * SLO else 'beyond'} {1e3 * SLO:.0f} ms"
     return (
         f"P{row.shape[0]:<5} S{row.shape[1]:<4} M{row.shape[2]:<4} {row.prefixes:<9} {how:<11} p50 {row.p50_ms:7.2f} "
-        f"p99 {row.p99_ms:7.2f} ms, forward {row.forward_ms:6.2f}, floor {row.floor_ms:6.2f}; "
+        f"p99 {row.p99_ms:7.2f} ms, of it tokenize {row.tokenize_ms:.2f}, queue "
+        f"{row.queue_ms:.2f}, plan {row.plan_ms:.2f}, forward {row.forward_ms:.2f} (floor {row.floor_ms:.2f}); "
         f"{row.items_per_s:8.0f} items/s ({row.ratio:4.0%}), {row.refused} of {row.calls} refused{met}"
     )

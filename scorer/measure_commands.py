@@ -79,6 +79,8 @@ def bench_model(args: argparse.Namespace) -> int:
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=["0.6B", "4B", "8B"], default="0.6B", help="shape (default: 0.6B)")
     parser.add_argument("--target", metavar="HOST:PORT", help="a running server of that shape")
+    told = "prefix tokens, tokens of an item, items (default: all of its own); may be given several times"
+    parser.add_argument("--shape", type=_shape, action="append", default=[], metavar="P,S,M", help=told)
     parser.add_argument("--seconds", type=float, default=2.0, metavar="X", help="of each run (default: 2)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
     parser.add_argument("--server-args", default="", metavar="ARGS", help="further settings of the server")
@@ -88,6 +90,13 @@ def bench_serve(args: argparse.Namespace) -> int:
     from loadtest.bench_serve import run
 
     return run(args)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    shape = tuple(int(part) for part in text.split(","))
+    if len(shape) != 3 or min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"three numbers from 1 on, such as 512,64,32: {text!r}")
+    return shape
 
 
 def add_bench_load(parser: argparse.ArgumentParser) -> None:

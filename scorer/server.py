@@ -31,14 +31,13 @@ __all__ = ["HEALTH", "SERVICE", "Addresses", "load_runtime", "serve"]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SWITCH_SECONDS = 0.0005  # Python's own is ten times that
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 # The port stays open until no call has come for so long, but not longer than the health checks of a proxy take.
 QUIET_SECONDS = 0.2
 LINGER_SECONDS = 5.0
-# After so long a thread that tokenizes or packs lets the loop have its turn; Python's own choice is five times that.
-SWITCH_SECONDS = 0.001
+# After so long a thread that tokenizes or packs lets the loop have its turn; Python's own choice is ten times that.
+SWITCH_SECONDS = 0.0005
 
 
 def load_runtime(config: Config) -> Runtime:
@@ -151,11 +150,9 @@ async def _first(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
 
 
 def _settle() -> None:
-    """What was loaded stays: the collector need not walk it again. And the device's thread, which lets go of the
-    interpreter in every call to the GPU, is not to wait five milliseconds to get it back from a busy event loop."""
+    """What was loaded stays: the collector need not walk it again."""
     gc.collect()
     gc.freeze()
-    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 async def _on_thread(work: Callable[[], T]) -> T:

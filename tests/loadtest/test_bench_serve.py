@@ -16,7 +16,7 @@ def test_every_run_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_serve, "OPEN_LOOP", {(16, 8, 4): (20,)})
     output = tmp_path / "rows" / "serve.jsonl"
     args = argparse.Namespace(
-        size="tiny", target=None, seconds=0.3, output=output, server_args="--device=cpu --threads=1"
+        size="tiny", target=None, shape=[], seconds=0.3, output=output, server_args="--device=cpu --threads=1"
     )
     assert bench_serve.run(args) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
