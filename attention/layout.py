@@ -102,12 +102,14 @@ class Layout:
     @cached_property
     def _levels(self) -> list[Ints]:
         """Segment indices by depth: roots first."""
-        levels = [np.flatnonzero(self.parent < 0).astype(np.int32)]
-        remaining = np.flatnonzero(self.parent >= 0)
+        reached = self.parent < 0
+        levels = [np.flatnonzero(reached).astype(np.int32)]
+        remaining = np.flatnonzero(~reached)
         while len(remaining):
-            placed = np.isin(self.parent[remaining], levels[-1])
+            placed = reached[self.parent[remaining]]
             levels.append(remaining[placed].astype(np.int32))
             remaining = remaining[~placed]
+            reached[levels[-1]] = True
         return levels
 
     @cached_property

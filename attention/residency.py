@@ -29,7 +29,9 @@ class Residency:
 
     @classmethod
     def of(cls, layout: Layout, pages: Pages, plan: Plan) -> Residency:
-        cached = np.setdiff1d(np.arange(layout.tokens, dtype=np.int32), layout.row_tokens, assume_unique=True)
+        is_cached = np.ones(layout.tokens, np.bool_)
+        is_cached[layout.row_tokens] = False
+        cached = np.flatnonzero(is_cached)
         place = np.empty(layout.tokens, np.int32)
         place[cached] = np.arange(len(cached))
         place[layout.row_tokens] = len(cached) + np.arange(layout.rows)

@@ -15,6 +15,8 @@ from batching.scheduler import Ticket
 from batching.select import Choice
 from batching.types import RequestScores, Scored, TokenizedRequest
 
+WantedKey = tuple[bytes, bytes]  # what it stands behind, and itself
+
 
 @dataclass(slots=True, eq=False)
 class Wanted:
@@ -23,7 +25,7 @@ class Wanted:
     taken  it is part of the pass that is being composed or runs
     """
 
-    key: bytes
+    key: WantedKey
     holders: dict[Job, int] = field(default_factory=dict)
     taken: bool = False
 
@@ -121,7 +123,7 @@ class InFlight:
     """Which items are wanted, so that equal ones behind equal prefixes are computed once, whoever asked."""
 
     def __init__(self) -> None:
-        self._wanted: dict[bytes, Wanted] = {}
+        self._wanted: dict[WantedKey, Wanted] = {}
 
     def __len__(self) -> int:
         return len(self._wanted)
@@ -130,16 +132,17 @@ class InFlight:
         """The job's items become wanted."""
         behind = blake2b(job.request.prefix.tobytes(), digest_size=16)
         behind.update(f"{job.chain.salt!r}{job.request.normalize}{job.request.strategy}".encode())
+        digest = behind.digest()
         for number, item in enumerate(job.request.items):
-            key = behind.copy()
-            key.update(item.key())
-            wanted = self._wanted.setdefault(key.digest(), Wanted(key.digest()))
-            if not wanted.holders:
+            key = digest, item.key()
+            wanted = self._wanted.get(key)
+            if wanted is None:
+                wanted = self._wanted[key] = Wanted(key)
                 job.pay(number)
             wanted.holders[job] = number
             job.wanted.append(wanted)
-            job.left[number] = None
-            job.scored.append(None)
+        job.left = dict.fromkeys(range(len(job.wanted)))
+        job.scored = [None] * len(job.wanted)
 
     def leave(self, job: Job) -> set[Job]:
         """The job wants nothing any more. Returns those who wait for the same items and pay for them now."""

@@ -150,8 +150,23 @@ class _Rows:
 
     def items(self, request: int, group: Group, parent: int) -> None:
         """Adds the items of a group behind one prefix."""
-        for item, strategy in zip(group.items, group.strategies, strict=True):
-            self.item(request, item, group.request.items[item], parent, strategy, group.request.normalize)
+        items = [group.request.items[number] for number in group.items]
+        count = len(items)
+        self._parent += [parent] * count
+        self._length += [len(item.ids) for item in items]
+        self._cached += [0] * count
+        self._reads += [item.read_offsets for item in items]
+        self._pages += [None] * count
+        self._ids += [item.ids for item in items]
+        self._read_ids += [item.read_ids.ravel() for item in items]
+        self._strategies += group.strategies
+        first = len(self._read_counts)
+        for number, item, strategy in zip(group.items, items, group.strategies, strict=True):
+            reads, wanted = item.read_ids.shape
+            self._read_counts += [wanted] * reads
+            self._shares.append(Share(request, number, first, first + reads, strategy))
+            first += reads
+        self._normalize += [group.request.normalize] * (first - len(self._normalize))
 
     def item(self, request: int, number: int, item: Item, parent: int, strategy: Strategy, normalize: bool) -> None:
         self._segment(parent, item.ids, 0, item.read_offsets, None)
@@ -224,12 +239,10 @@ def alone(batch: PackedBatch, number: int) -> PackedBatch:
 
 def unpack(batch: PackedBatch, reads: Reads) -> dict[tuple[int, int], Scored]:
     """The reads by (group, item)."""
-    return {(share.request, share.item): _scored(batch, reads, share) for share in batch.shares}
-
-
-def _scored(batch: PackedBatch, reads: Reads, share: Share) -> Scored:
-    count = share.last - share.first
-    first, last = batch.read_indptr[share.first], batch.read_indptr[share.last]
-    logits = reads.logits[first:last].reshape(count, -1 if count else 0)
-    normalized = bool(batch.normalize[share.first : share.last].any())
-    return Scored(logits, reads.lse[share.first : share.last] if normalized else None, share.strategy)
+    begins, normalize = batch.read_indptr.tolist(), batch.normalize.tolist()
+    scored = {}
+    for request, item, first, last, strategy in batch.shares:
+        logits = reads.logits[begins[first] : begins[last]].reshape(last - first, -1 if last > first else 0)
+        normalized = last > first and normalize[first]  # all reads of an item alike
+        scored[request, item] = Scored(logits, reads.lse[first:last] if normalized else None, strategy)
+    return scored

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from attention.layout import Ints
-
 
 class PagePool:
     """A free list of page ids 0 .. pages-1."""
@@ -13,18 +9,21 @@ class PagePool:
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self._free = list(range(pages - 1, -1, -1))
+        self._taken = bytearray(pages)
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def allocate(self, count: int) -> Ints | None:
-        """`count` pages, or None if there are not so many."""
-        if count > len(self._free):
+    def take(self) -> int | None:
+        """A page, or None if there is none."""
+        if not self._free:
             return None
-        return np.array([self._free.pop() for _ in range(count)], np.int32)
+        page = self._free.pop()
+        self._taken[page] = True
+        return page
 
-    def release(self, pages: Ints) -> None:
-        returned = pages.tolist()
-        assert not set(returned) & set(self._free), "a page is released once"
-        self._free.extend(reversed(returned))
+    def release(self, page: int) -> None:
+        assert self._taken[page], "a page is released once"
+        self._taken[page] = False
+        self._free.append(page)

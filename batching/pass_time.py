@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ class FittedPassTime:
             return
         if self.known:
             self._ratios.append(seconds / max(self.seconds(work), 1e-9))
-            self.margin = min(max(1.0, float(np.quantile(self._ratios, MARGIN_QUANTILE))), MOST_MARGIN)
+            rank = math.ceil(MARGIN_QUANTILE * len(self._ratios)) - 1
+            self.margin = min(max(1.0, sorted(self._ratios)[rank]), MOST_MARGIN)
         self._passes.append((work.tokens, work.pairs, seconds))
         self._fit = self._fitted()
 

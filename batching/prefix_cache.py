@@ -213,10 +213,10 @@ class PrefixCache:
         block.wanted = float(np.logaddexp2(block.wanted, self._wishes / (HALF_LIFE * max(self.pool.pages, 1))))
 
     def _page(self, now: float) -> int | None:
-        pages = self.pool.allocate(1)
-        while pages is None and self._evict(now):
-            pages = self.pool.allocate(1)
-        return None if pages is None else int(pages[0])
+        page = self.pool.take()
+        while page is None and self._evict(now):
+            page = self.pool.take()
+        return page
 
     def commit(self, lease: Lease) -> None:
         """The pass that computed the lease's blocks has ended well."""
@@ -260,7 +260,7 @@ class PrefixCache:
             self._may_go(block.parent)
 
     def _free(self, block: Block) -> None:
-        self.pool.release(np.array([block.page], np.int32))
+        self.pool.release(block.page)
 
     def _may_go(self, block: Block) -> None:
         """A block that nobody holds and nothing continues gets its place in the order of eviction."""

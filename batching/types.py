@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+# Records that every item has are named tuples: they are made in a third of a frozen dataclass's time.
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +75,7 @@ class TokenizedRequest:
         return len(self.prefix) + self.item_tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scored:
+class Scored(NamedTuple):
     """What the model said of one item.
 
     logits  [r, k]  fp32, raw logits of the item's read_ids
@@ -86,8 +87,7 @@ class Scored:
     strategy: Strategy
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """Where one range of a pass's reads belongs: reads [first, last) are item `item` of request `request`."""
 
     request: int

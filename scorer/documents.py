@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +31,7 @@ class Tail:
     targets: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class Read(NamedTuple):
     """One document on its way: its verdict, its item's ids where there are any, and its counts."""
 
     status: Status
@@ -59,10 +59,11 @@ class Documents:
         reads: dict[int, Read] = {}
         texts: dict[int, str] = {}
         raw: dict[int, str] = {}
+        given: list[int] = []
         for index, document in enumerate(request.documents):
             content = document.WhichOneof("content")
             if content == "token_ids":
-                reads[index] = self._whole(document.token_ids.ids, document.target_tokens, room)
+                given.append(index)
             elif content == "raw_text" and (least := self._encoder.least_tokens(document.raw_text)) > room:
                 told = f"at least {least} tokens in {len(document.raw_text)} characters, at most {room} fit"
                 reads[index] = Read(Status.TOO_LONG, told, original_document_tokens=least)
@@ -70,6 +71,7 @@ class Documents:
                 reads[index] = Read(Status.EMPTY, "the document has no visible text")
             else:
                 (texts if content == "text" else raw)[index] = text
+        self._read_ids(request, given, room, reads)
         for batch in _batches(raw):
             encoded = self._encoder.following_texts([raw[index] for index in batch], self._prefix_end)
             for index, ids in zip(batch, encoded, strict=True):
@@ -85,16 +87,29 @@ class Documents:
             reads = {index: _within_strategy(read, request.options.strategy) for index, read in reads.items()}
         return [reads[index] for index in range(len(request.documents))]
 
-    def _whole(self, ids: Sequence[int] | Ints, targets: int, room: int) -> Read:
+    def _read_ids(self, request: pb.ScoreRequest, indices: Sequence[int], room: int, reads: dict[int, Read]) -> None:
+        """The documents given as ids, all out of the message at once: one array a document would take longer."""
+        flat: list[int] = []
+        ends: list[int] = []
+        for index in indices:
+            flat.extend(request.documents[index].token_ids.ids)
+            ends.append(len(flat))
+        given = np.array(flat, np.int64)  # uint32 on the wire
+        beyond = bool(len(given)) and int(given.max()) >= self._vocabulary_size
+        narrow = given.astype(np.int32)
+        begin = 0
+        for index, end in zip(indices, ends, strict=True):
+            if beyond and end > begin and (highest := int(given[begin:end].max())) >= self._vocabulary_size:
+                reads[index] = Read(Status.INVALID, f"token id {highest} is not below {self._vocabulary_size}")
+            else:
+                reads[index] = _whole(narrow[begin:end], request.documents[index].target_tokens, room)
+            begin = end
+
+    def _whole(self, ids: Ints, targets: int, room: int) -> Read:
         """A document that is the whole item already."""
-        if not len(ids):
-            return Read(Status.EMPTY, "the document has no tokens")
-        given = np.array(list(ids), np.int64)  # uint32 on the wire; a list is the fastest way out of a message
-        if (highest := int(given.max())) >= self._vocabulary_size:
+        if len(ids) and (highest := int(ids.max())) >= self._vocabulary_size:
             return Read(Status.INVALID, f"token id {highest} is not below {self._vocabulary_size}")
-        if len(ids) > room:
-            return _too_long(len(ids), room, "a document given as the whole item is never cut")
-        return Read(Status.OK, "", given.astype(np.int32), targets, len(ids), len(ids))
+        return _whole(ids, targets, room)
 
     def read_texts(self, texts: Sequence[str], cutting: Cutting, room: int, tail: Tail) -> list[Read]:
         """The same for documents given as text, which the profile's template goes around."""
@@ -125,6 +140,15 @@ class Documents:
             return Read(Status.EMPTY, "nothing but white space fits the limit", original_document_tokens=original)
         own = encoded.tokens_behind(len(self._body.head))
         return Read(Status.OK, "", ids, tail.targets, own, original, truncated)
+
+
+def _whole(ids: Ints, targets: int, room: int) -> Read:
+    """A document of ids that the vocabulary has."""
+    if not len(ids):
+        return Read(Status.EMPTY, "the document has no tokens")
+    if len(ids) > room:
+        return _too_long(len(ids), room, "a document given as the whole item is never cut")
+    return Read(Status.OK, "", ids, targets, len(ids), len(ids))
 
 
 def _too_long(tokens: int, limit: int, why: str) -> Read:

@@ -1,4 +1,9 @@
-"""The one device thread: PackedBatch in, Reads out."""
+"""The model and who may touch it: PackedBatch in, Reads out.
+
+A pass that runs operator by operator has the device thread to itself. A fast pass is only enqueued, by the caller: all
+of it is Python and launches that do not wait, and two threads that want the interpreter at once take turns of half a
+millisecond. Both enqueue on one stream, so whatever is enqueued later runs later.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from batching.errors import DeviceGone
 from batching.packing import alone
 from batching.types import PackedBatch, Reads
 from scorer.model import ScoringModel
-from scorer.threads import on_thread
+from scorer.threads import guarded, on_thread
 
 T = TypeVar("T")
 HOPELESS = 4  # items run alone without one finite score after which no more are tried
@@ -33,14 +38,14 @@ class Fast(Protocol):
         """Whether it can compute this pass."""
 
     def submit(self, batch: PackedBatch, page_size: int) -> Callable[[], Reads]:
-        """Enqueues a pass; the answer waits for its reads, on any thread."""
+        """Enqueues a pass and does not wait for the device; the answer waits for its reads, on any thread."""
 
     def scrub(self) -> None:
         """Removes what a pass may have left for later ones, after it met NaN."""
 
 
 class Engine:
-    """Owns the model and its attention; whatever touches them runs on its thread, one call after the other."""
+    """Owns the model and its attention; whatever waits for the device runs on its thread, one call after the other."""
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class Engine:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 
     async def execute(self, batch: PackedBatch) -> Reads:
-        """One forward pass on the device thread, which is free for the next one while a fast pass runs.
+        """One forward pass; the caller's thread, or the device's, is free for the next one while a fast pass runs.
 
         Raises DeviceGone where the pass hangs: its thread cannot be stopped, and nothing runs behind it.
         """
@@ -80,7 +85,7 @@ class Engine:
     async def _execute(self, batch: PackedBatch) -> Reads:
         if self._fast is None or not self._fast.takes(batch):
             return await on_thread(self._thread, self.run, batch)
-        wait = await on_thread(self._thread, self._fast.submit, batch, self._page_size)
+        wait = guarded(self._fast.submit, batch, self._page_size)
         reads = await on_thread(self._waiting, wait)
         return await on_thread(self._thread, self._healed, batch, reads) if self._bad(batch, reads) else reads
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from batching.types import Scored
 
 Kind = Literal["label_logits", "query_likelihood", "classification"]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What one document gets. All numbers are finite; `finite` is False, and nothing else is set, where one was not.
 
     score                     as its kind says: log-odds, one label's logit, or a mean natural-log probability
@@ -37,8 +35,11 @@ def verdict(scored: Scored, kind: Kind) -> Verdict:
     """The score of one item: one read of the labels or classes, or one target token at each of several reads."""
     logits: list[list[float]] = scored.logits.tolist()
     lse: list[float] = [] if scored.lse is None else scored.lse.tolist()
-    if not all(map(math.isfinite, lse)) or not all(all(map(math.isfinite, row)) for row in logits):
+    if not all(map(math.isfinite, lse)):
         return NOT_FINITE
+    for row in logits:
+        if not all(map(math.isfinite, row)):
+            return NOT_FINITE
     if kind == "query_likelihood":
         return _query_likelihood(logits, lse)
     return _label_logits(logits, lse, kind == "classification")
@@ -66,15 +67,11 @@ def _label_logits(logits: list[list[float]], lse: list[float], classes: bool) ->
     row = tuple(logits[0])
     assert len(row) in (1, 2), "one label or two"
     log_odds = row[0] - row[1] if len(row) == 2 else row[0] if classes else None
-    return Verdict(
-        finite=True,
-        score=row[0] if log_odds is None else log_odds,
-        log_odds=log_odds,
-        probability=None if log_odds is None else sigmoid(log_odds),
-        label_logits=row,
-        # Rounding may put a logit above the log-sum-exp that contains it.
-        vocabulary_probabilities=tuple(math.exp(min(0.0, x - lse[0])) for x in row) if lse else (),
-    )
+    # Rounding may put a logit above the log-sum-exp that contains it.
+    vocabulary = tuple(math.exp(min(0.0, x - lse[0])) for x in row) if lse else ()
+    if log_odds is None:
+        return Verdict(True, row[0], None, None, row, vocabulary)
+    return Verdict(True, log_odds, log_odds, sigmoid(log_odds), row, vocabulary)
 
 
 def _query_likelihood(logits: list[list[float]], lse: list[float]) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -98,6 +99,7 @@ def few_reads(tokens: int) -> int:
     return min(tokens, max(32, tokens // READ_SHARE))
 
 
+@cache
 def places(key: GraphKey, cut: Cut) -> tuple[tuple[Part, ...], int]:
     """Where each array of such a graph lies, and the ints of all of them."""
     tiles = tile_capacity(key.tokens, cut, key.split)

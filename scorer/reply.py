@@ -29,14 +29,10 @@ def document_results(
     wanted = outputs.label_logits, outputs.vocabulary_probabilities
     results = []
     for document in tokenized.documents:
-        scored = None
-        if scores is not None and document.item is not None:
-            scored = scores.scored[document.item]
-            if scored is None:
-                results.append(_result(document, pb.DOCUMENT_STATUS_DEADLINE, "the deadline came before its turn"))
-                continue
-        if scored is None:
+        if scores is None or document.item is None:
             results.append(_result(document, STATUSES[document.status], document.message))
+        elif (scored := scores.scored[document.item]) is None:
+            results.append(_result(document, pb.DOCUMENT_STATUS_DEADLINE, "the deadline came before its turn"))
         else:
             results.append(_scored(document, scored, score_kind, verdict(scored, kind), tokenized.labels, wanted))
     return results
@@ -116,7 +112,7 @@ def score_response(
         usage=_usage(tokenized, scores, results),
         model=runtime.info.model,
         profile=runtime.profile.name,
-        profile_revision=runtime.profile.revision,
+        profile_revision=runtime.info.profile_revision,
     )
     if scores is None:
         response.strategy.reason = "no document could be scored"
@@ -167,7 +163,7 @@ def model_info(runtime: Runtime, version: str) -> pb.GetModelInfoResponse:
         dtype=info.dtype,
         device=info.device,
         profile=profile.name,
-        profile_revision=profile.revision,
+        profile_revision=info.profile_revision,
         profile_verified=profile.verified,
         score_kind=_score_kind(profile.kind, labels),
         labels=[pb.LabelInfo(text=x.text, token_id=x.token_id, positive=i == 0) for i, x in enumerate(labels)],

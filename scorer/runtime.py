@@ -50,9 +50,10 @@ MAX_PASS_ITEMS = 1024  # with the tokens of a pass it bounds the pages that a pl
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served, as GetModelInfo tells it."""
+    """What is served, as GetModelInfo tells it. profile_revision: of the profile, which hashes itself for it."""
 
     model: str
+    profile_revision: str
     architecture: str
     dtype: str
     device: str
@@ -120,6 +121,7 @@ class Runtime:
             limits=limits,
             info=ModelInfo(
                 model=EMBEDDED if config.model == EMBEDDED else model.name,
+                profile_revision=profile.revision,
                 architecture=model.architecture,
                 dtype=str(model.dtype).removeprefix("torch."),
                 device=str(model.device),

@@ -30,7 +30,7 @@ from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, per_document, score_response
 from scorer.stream import answers
 from scorer.threads import guarded
-from scorer.tokenized import PRIORITIES
+from scorer.tokenized import PRIORITIES, Tokenized, given_in_ids
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
 from scorer.undecodable import Undecodable
 from scorer.warm import warm
@@ -47,6 +47,9 @@ SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
 SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix"))
 
 TOKENIZER_THREADS = 2
+# Ids need no tokenizer, only Python, which one thread runs at a time: for a small request another thread costs more
+# than it takes.
+INLINE_BYTES = 64 * 1024
 
 # gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
 # A call that came late has little left of it, and the hundredth was of the whole: so many seconds at least.
@@ -276,7 +279,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         size = request.ByteSize()
         asked = Asked(request.tenant, PRIORITIES.get(request.priority, 0), request.options.partial_ok)
         runtime.batcher.admit_bytes(size, asked, deadline)
-        tokenized = await self._on_tokenizer(runtime.tokenization.tokenize, request)
+        tokenized = await self._tokenized_request(runtime, request, size)
         tokenize_seconds = time.perf_counter() - started
         runtime.batcher.learn_size(size, tokenized.request.tokens if tokenized.request else 0)
         scores = None if tokenized.request is None else await _submit(runtime, tokenized.request, deadline)
@@ -289,6 +292,12 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         if tokenized.request is not None and scores is not None:
             self._sampler.offer(tokenized.request, scores)
         return response
+
+    async def _tokenized_request(self, runtime: Runtime, request: pb.ScoreRequest, size: int) -> Tokenized:
+        tokenize = runtime.tokenization.tokenize
+        if size <= INLINE_BYTES and given_in_ids(request):
+            return guarded(tokenize, request)
+        return await self._on_tokenizer(tokenize, request)
 
     async def _on_tokenizer(self, tokenize: Callable[[M], T], request: M) -> T:
         """Runs on a tokenizer's thread. Raises Overloaded where too many bytes wait for one."""
@@ -381,5 +390,5 @@ def _model_labels(runtime: Runtime) -> dict[str, str]:
         "device": info.device,
         "backend": info.backend,
         "profile": profile.name,
-        "profile_revision": profile.revision,
+        "profile_revision": info.profile_revision,
     }

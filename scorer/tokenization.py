@@ -223,22 +223,14 @@ class Tokenization:
         items: list[Item] = []
         documents: list[DocumentTokens] = []
         label_ids = ints([label.token_id for label in labels])[None]
-        for index, read in enumerate(reads):
-            item = None if read.ids is None else len(items)
-            if read.ids is not None:
-                items.append(_item(read.ids, read.targets, label_ids))
+        last = np.array([0 if read.ids is None else len(read.ids) - 1 for read in reads], np.int32)
+        for index, (status, message, own, targets, tokens, original, truncated) in enumerate(reads):
+            item = None if own is None else len(items)
+            if own is not None:
+                items.append(_predicted(own, targets) if targets else Item(own, last[index : index + 1], label_ids))
+            length = 0 if own is None else len(own)
             documents.append(
-                DocumentTokens(
-                    id=ids[index],
-                    index=index,
-                    status=read.status,
-                    message=read.message,
-                    tokens=0 if read.ids is None else len(read.ids),
-                    document_tokens=read.document_tokens,
-                    original_document_tokens=read.original_document_tokens,
-                    truncated=read.truncated,
-                    item=item,
-                )
+                DocumentTokens(ids[index], index, status, message, length, tokens, original, truncated, item)
             )
         listwise = self._profile.listwise
         tokenized = TokenizedRequest(
@@ -291,10 +283,8 @@ class Tokenization:
             )
 
 
-def _item(ids: Ints, targets: int, label_ids: Ints) -> Item:
-    """Reads the labels behind the last token; or each target token at its predecessor. label_ids: [1, k]"""
-    if not targets:
-        return Item(ids, np.array([len(ids) - 1], np.int32), label_ids)
+def _predicted(ids: Ints, targets: int) -> Item:
+    """Reads each target token at its predecessor."""
     return Item(ids, np.arange(len(ids) - targets - 1, len(ids) - 1, dtype=np.int32), ids[len(ids) - targets :, None])
 
 

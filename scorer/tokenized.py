@@ -30,7 +30,7 @@ class Label:
     token_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DocumentTokens:
     """What became of one document before any model saw it.
 
@@ -67,3 +67,10 @@ class Tokenized:
     labels: tuple[Label, ...]
     prefix_tokens: int
     listwise: bool = False
+
+
+def given_in_ids(request: pb.ScoreRequest) -> bool:
+    """Whether there is no text to tokenize."""
+    if request.WhichOneof("prefix") != "token_ids":
+        return False
+    return all(document.WhichOneof("content") == "token_ids" for document in request.documents)

@@ -284,7 +284,7 @@ def test_many_callers_at_random():
 def test_a_fault_of_the_batcher_itself_leaves_nobody_waiting():
     async def scenario():
         made = batcher(FakeDevice())
-        made.cache.pool.allocate = None  # composing a pass of several now raises
+        made.cache.pool.take = None  # composing a pass of several now raises
         with pytest.raises(Closed):
             await made.submit(request([1, 2, 3], *[[i] * 10 for i in range(1, 20)]))
         assert "itself failed" in await made.failed()

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,10 +106,19 @@ def test_a_pass_keeps_its_budget_and_always_takes_something(queue, tokens):
 
 def test_pages_come_back():
     pool = PagePool(4)
-    first = pool.allocate(3)
-    assert pool.allocate(2) is None
-    pool.release(first)
-    assert sorted(pool.allocate(4).tolist()) == [0, 1, 2, 3]
+    first = [pool.take() for _ in range(4)]
+    assert sorted(first) == [0, 1, 2, 3]
+    assert pool.take() is None
+    pool.release(2)
+    assert (pool.free, pool.take(), pool.take()) == (1, 2, None)
+
+
+def test_a_page_is_released_once():
+    pool = PagePool(2)
+    page = pool.take()
+    pool.release(page)
+    with pytest.raises(AssertionError):
+        pool.release(page)
 
 
 def test_an_item_of_every_read_kind_packs():

@@ -12,6 +12,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
+from attention.factory import make  # noqa: E402
 from attention.fused_launch import FusedLaunch  # noqa: E402
 from attention.kv_pages import KvPages  # noqa: E402
 from attention.layout import Layout, Segment  # noqa: E402
@@ -22,6 +23,7 @@ from attention.residency import Residency  # noqa: E402
 from batching.packing import Group, pack, unpack  # noqa: E402
 from batching.types import Item, TokenizedRequest  # noqa: E402
 from loadtest.shapes import LABELS, SIZES, random_model  # noqa: E402
+from scorer.engine import Engine  # noqa: E402
 from scorer.fast_path import FastPath, Mode  # noqa: E402
 
 RELATIVE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -198,3 +200,25 @@ def test_fp8_keeps_the_order():
     rough = log_odds(scores(path(Mode(fp8=True)), group(asked))[0])
     assert spearman(plain, rough) >= 0.95
     assert len(set(rough.tolist())) >= 20
+
+
+def test_nan_of_one_item_spoils_neither_its_neighbours_nor_later_passes():
+    made, bad = path(), 149_999
+    engine = Engine(model(), make("torch", KvPages(1024, 16)), 16, 512, fast=made)
+    pages = np.arange(8, dtype=np.int32)
+    asked, poisoned = request(128, [40] * 6, 17), request(128, [40] * 6, 17)
+    poisoned.items[2].ids[5] = bad
+    clean = log_odds(engine.run(pack([group(asked, 0, pages)], 16)).logits.reshape(-1, 2))
+    row = made._fused._embed.weight.data[bad].clone()
+    try:
+        made._fused._embed.weight.data[bad] = torch.nan
+        spoilt = log_odds(engine.run(pack([group(poisoned, 0, pages)], 16)).logits.reshape(-1, 2))
+    finally:
+        made._fused._embed.weight.data[bad] = row
+    assert np.isnan(spoilt).tolist() == [False, False, True, False, False, False]
+    others = [0, 1, 3, 4, 5]
+    np.testing.assert_allclose(spoilt[others], clean[others], atol=TOLERANCE)
+    for copies in made._cached:  # the last block of a tile reads past its own keys: what lies there must be finite
+        assert torch.isfinite(copies).all()
+    after = log_odds(engine.run(pack([group(asked, 128, pages)], 16)).logits.reshape(-1, 2))
+    np.testing.assert_allclose(after, clean, atol=TOLERANCE)

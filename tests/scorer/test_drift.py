@@ -1,7 +1,6 @@
 import asyncio
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,7 +126,7 @@ def test_the_service_offers_what_it_answers_and_exports_the_drift():
 
 
 def moved(scored):
-    return replace(scored, logits=scored.logits + np.array([[0.5, 0.0]], np.float32))
+    return scored._replace(logits=scored.logits + np.array([[0.5, 0.0]], np.float32))
 
 
 def test_a_real_model_does_not_drift_and_damaged_weights_do(tmp_path):

@@ -142,12 +142,13 @@ class FakeBatcher:
 
 class FakeRuntime:
     def __init__(self, labels=YES_NO, kind="label_logits", seconds=0.0, error=None):
-        self.profile = SimpleNamespace(name="fake-profile", kind=kind, revision="abc123", verified=True, listwise=False)
+        self.profile = SimpleNamespace(name="fake-profile", kind=kind, verified=True, listwise=False)
         self.tokenization = FakeTokenization(labels, seconds)
         self.batcher = FakeBatcher(self.tokenization.texts, error)
         self.limits = LIMITS
         self.tolerance = 1e-4
         self.info = SimpleNamespace(
+            profile_revision="abc123",
             model="fake-model",
             architecture="FakeForCausalLM",
             dtype="float32",

@@ -121,7 +121,7 @@ def test_parts_of_another_job_are_never_mixed_in(tmp_path, capsys, monkeypatch):
     assert score_file(tmp_path, source, "--chunk-rows=9")[0] == 2
     assert "chunk_rows changed" in capsys.readouterr().err
     other = FakeRuntime()
-    other.profile.revision = "another"
+    other.info.profile_revision = "another"
     assert score_file(tmp_path, source, "--chunk-rows=8", runtime=other)[0] == 2
     assert "scorer changed" in capsys.readouterr().err
     assert score_file(tmp_path, source, "--chunk-rows=9", "--restart")[0] == 0
