@@ -74,9 +74,23 @@ class Engine:
 
         Raises DeviceGone where the pass hangs: its thread cannot be stopped, and nothing runs behind it.
         """
+        return await self._in_time(self._execute(batch))
+
+    async def step(self, submit: Callable[[], Callable[[], T]]) -> T:
+        """Calls `submit` on the device thread, between passes, and what it returns on the thread that waits.
+
+        Raises DeviceGone as `execute` does.
+        """
+        return await self._in_time(self._step(submit))
+
+    async def _step(self, submit: Callable[[], Callable[[], T]]) -> T:
+        wait = await on_thread(self._thread, submit)
+        return await on_thread(self._waiting, wait)
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self._max_pass_seconds) as patience:
-                return await self._execute(batch)
+                return await work
         except TimeoutError:
             if not patience.expired():  # what the pass itself raised
                 raise

@@ -1,0 +1,217 @@
+"""Beam searches beside scoring: the prompt through the batcher and its cache, then step after step between passes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from attention.decode import Decode
+from attention.layout import Ints
+from batching.batcher import Batcher, Held
+from batching.beams import Ancestry, BeamOptions, BeamState, Hypothesis
+from batching.errors import DeviceFailed, DeviceGone, Expired, QueueFull
+from batching.page_pool import PagePool
+from batching.scheduler import Asked
+from batching.trie import Trie
+from scorer.beam_steps import BeamStep, Stepped, Steps
+from scorer.engine import Engine
+from scorer.errors import InvalidRequest
+
+MAX_BEAMS = 512
+MAX_SEARCHES = 64  # running or waiting; more are refused
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamRequest:
+    """prompt: [P] token ids, at least one."""
+
+    prompt: Ints
+    options: BeamOptions
+    trie: Trie | None = None
+    asked: Asked = field(default_factory=Asked)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamResult:
+    """hypotheses: best first, fewer than num_beams where no more are possible. steps: of the search, prompt's last
+    token included. computed_tokens: of prompt and beams. Seconds as in RequestScores."""
+
+    hypotheses: tuple[Hypothesis, ...]
+    steps: int
+    computed_tokens: int
+    cached_prefix_tokens: int
+    passes: int
+    queue_seconds: float
+    plan_seconds: float
+    forward_seconds: float
+
+
+class BeamPages:
+    """The pages of the beams' own K/V: ids from `first` on, dealt out to whole searches in the order that they came."""
+
+    def __init__(self, first: int, pages: int, page_size: int) -> None:
+        self.tokens = pages * page_size
+        self._first = first
+        self._page_size = page_size
+        self._pool = PagePool(pages)
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    async def take(self, tokens: int) -> Ints:
+        """Page ids for so many tokens, as soon as they are free. Raises AssertionError where there never are."""
+        assert tokens <= self.tokens, "checked when the search was accepted"
+        async with self._turn:
+            while (pages := self._pool.allocate(-(-tokens // self._page_size))) is None:
+                self._freed.clear()
+                await self._freed.wait()
+        return (pages + np.int32(self._first)).astype(np.int32)
+
+    def give_back(self, pages: Ints) -> None:
+        self._pool.release((pages - np.int32(self._first)).astype(np.int32))
+        self._freed.set()
+
+    def slots(self, pages: Ints, tokens: Ints) -> Ints:
+        """Where the tokens with these numbers of a search lie."""
+        size = np.int32(self._page_size)
+        slots: Ints = (pages[tokens // size] * size + tokens % size).astype(np.int32)
+        return slots
+
+
+class BeamSearcher:
+    """Runs searches to their end, one step between two passes. Lives on the batcher's event loop."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        engine: Engine,
+        steps: Steps,
+        pages: BeamPages,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._batcher = batcher
+        self._engine = engine
+        self._steps = steps
+        self._pages = pages
+        self._clock = clock
+        self._turn = asyncio.Lock()  # searches alternate, and scoring has its turn after each step
+        self.under_way = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Generated tokens of one search whose K/V there is room for."""
+        return self._pages.tokens - 1
+
+    async def search(self, request: BeamRequest, deadline: float | None = None) -> BeamResult:
+        """deadline: in the clock's seconds. Cancelling the caller's task ends the search after the step that runs.
+
+        Raises InvalidRequest where it does not fit, QueueFull, Expired, and as Batcher.submit does.
+        """
+        self._check(request)
+        if self.under_way >= MAX_SEARCHES:
+            raise QueueFull(f"{self.under_way} beam searches are under way: the limit is {MAX_SEARCHES}")
+        self.under_way += 1
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - self._clock()) as patience:
+                return await self._search(request, deadline)
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            raise Expired("the deadline came before the end of this beam search") from None
+        finally:
+            self.under_way -= 1
+
+    def _check(self, request: BeamRequest) -> None:
+        slots = request.options.slots
+        if slots > self.max_tokens:
+            told = f"num_beams * (max_new_tokens - 1) of at most {self.max_tokens} (max_beam_tokens)"
+            raise InvalidRequest.of("max_new_tokens", told, slots)
+        cache = self._batcher.cache
+        room = cache.pool.pages * cache.page_size
+        if -(-(len(request.prompt) - 1) // cache.page_size) > cache.pool.pages:
+            raise InvalidRequest.of(
+                "prompt", f"at most {room} tokens, which the prefix cache holds", len(request.prompt)
+            )
+
+    async def _search(self, request: BeamRequest, deadline: float | None) -> BeamResult:
+        began = self._clock()
+        pages = await self._pages.take(1 + request.options.slots)
+        held: Held | None = None
+        try:
+            if len(request.prompt) > 1:
+                held = await self._batcher.hold(request.prompt[:-1], request.asked, deadline)
+            search = _Search(request, held, pages, self._pages, self._batcher.cache.page_size)
+            while not search.state.done:
+                async with self._turn:
+                    step = search.step()
+                    search.take(await self._step(step))
+            return search.result(self._clock() - began)
+        finally:
+            if held is not None:
+                self._batcher.cache.release(held.lease)
+            self._pages.give_back(pages)
+
+    async def _step(self, step: BeamStep) -> Stepped:
+        try:
+            stepped = await self._engine.step(lambda: self._steps.submit(step))
+        except DeviceGone as error:
+            self._batcher.give_up(str(error))
+            raise DeviceFailed(str(error)) from error
+        except Exception as error:
+            raise DeviceFailed(f"{type(error).__name__} in a beam step") from error
+        if np.isnan(stepped.candidates.log_probs).any():
+            raise DeviceFailed("the model gave NaN in a beam step")
+        return stepped
+
+
+class _Search:
+    """One search under way, and what it cost so far."""
+
+    def __init__(self, request: BeamRequest, held: Held | None, pages: Ints, of: BeamPages, page_size: int) -> None:
+        self.state = BeamState(request.options, request.trie)
+        self._request = request
+        self._held = held
+        self._prompt_pages = np.zeros(0, np.int32) if held is None else held.lease.pages
+        self._pages, self._of, self._page_size = pages, of, page_size
+        self._ancestry = Ancestry(request.options.num_beams)
+        self._steps = self._computed = 0
+        self._plan_seconds = self._forward_seconds = 0.0
+
+    def step(self) -> BeamStep:
+        prompt, state = self._request.prompt, self.state
+        return BeamStep(
+            tokens=state.tokens[:, -1] if state.length else prompt[-1:],
+            scores=state.scores,
+            decode=Decode(
+                self._page_size, self._prompt_pages, len(prompt) - 1, self._of.slots(self._pages, self._ancestry.slots)
+            ),
+            count=self._request.options.candidates,
+            pairs=state.wanted(),
+        )
+
+    def take(self, stepped: Stepped) -> None:
+        self._steps += 1
+        self._computed += self.state.tokens.shape[0]
+        self._plan_seconds += stepped.plan_seconds
+        self._forward_seconds += stepped.forward_seconds
+        parents = self.state.advance(stepped.candidates)
+        if not self.state.done:
+            self._ancestry.fork(parents)
+
+    def result(self, elapsed: float) -> BeamResult:
+        scores = None if self._held is None else self._held.scores
+        plan = self._plan_seconds + (0.0 if scores is None else scores.plan_seconds)
+        forward = self._forward_seconds + (0.0 if scores is None else scores.forward_seconds)
+        return BeamResult(
+            hypotheses=tuple(self.state.finished),
+            steps=self._steps,
+            computed_tokens=self._computed + (0 if scores is None else scores.computed_tokens),
+            cached_prefix_tokens=0 if self._held is None else self._held.cached,
+            passes=0 if scores is None else scores.passes,
+            queue_seconds=max(0.0, elapsed - plan - forward),
+            plan_seconds=plan,
+            forward_seconds=forward,
+        )
