@@ -108,6 +108,13 @@ class ScoringModel:
         return cast("int | None", self.hf.config.get_text_config().pad_token_id)
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """What ends a sequence that the checkpoint generates."""
+        given: Any = getattr(self.hf.generation_config, "eos_token_id", None)
+        given = self.hf.config.get_text_config().eos_token_id if given is None else given
+        return tuple(given) if isinstance(given, list | tuple) else () if given is None else (int(given),)
+
+    @property
     def device(self) -> torch.device:
         return self._weight.device
 
