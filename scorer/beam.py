@@ -23,6 +23,7 @@ from scorer.errors import InvalidRequest
 
 MAX_BEAMS = 512
 MAX_SEARCHES = 64  # running or waiting; more are refused
+TURN_SECONDS = 0.004  # that a search's steps take between two passes: about as long as a small pass, or one step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +83,7 @@ class BeamPages:
 
 
 class BeamSearcher:
-    """Runs searches to their end, one step between two passes. Lives on the batcher's event loop."""
+    """Runs searches to their end, a few steps between two passes. Lives on the batcher's event loop."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class BeamSearcher:
         self._steps = steps
         self._pages = pages
         self._clock = clock
-        self._turn = asyncio.Lock()  # searches alternate, and scoring has its turn after each step
+        self._turn = asyncio.Lock()  # searches alternate, and scoring has its turn after each of theirs
         self.under_way = 0
 
     @property
@@ -146,25 +147,27 @@ class BeamSearcher:
             search = _Search(request, held, pages, self._pages, self._batcher.cache.page_size)
             while not search.state.done:
                 async with self._turn:
-                    step = search.step()
-                    search.take(await self._step(step))
+                    await self._run(search)
             return search.result(self._clock() - began)
         finally:
             if held is not None:
                 self._batcher.cache.release(held.lease)
             self._pages.give_back(pages)
 
-    async def _step(self, step: BeamStep) -> Stepped:
+    async def _run(self, search: _Search) -> None:
         try:
-            stepped = await self._engine.step(lambda: self._steps.submit(step))
+            await self._engine.between(lambda: search.run(self._steps, TURN_SECONDS))
         except DeviceGone as error:
             self._batcher.give_up(str(error))
             raise DeviceFailed(str(error)) from error
+        except NotANumber:
+            raise DeviceFailed("the model gave NaN in a beam step") from None
         except Exception as error:
             raise DeviceFailed(f"{type(error).__name__} in a beam step") from error
-        if np.isnan(stepped.candidates.log_probs).any():
-            raise DeviceFailed("the model gave NaN in a beam step")
-        return stepped
+
+
+class NotANumber(Exception):
+    """A step gave NaN."""
 
 
 class _Search:
@@ -180,7 +183,18 @@ class _Search:
         self._steps = self._computed = 0
         self._plan_seconds = self._forward_seconds = 0.0
 
-    def step(self) -> BeamStep:
+    def run(self, steps: Steps, seconds: float) -> None:
+        """Steps until the search is done or so much time is over, at least one. Raises NotANumber."""
+        end = time.perf_counter() + seconds
+        while True:
+            stepped = steps.submit(self._step())()
+            if np.isnan(stepped.candidates.log_probs).any():
+                raise NotANumber
+            self._take(stepped)
+            if self.state.done or time.perf_counter() >= end:
+                return
+
+    def _step(self) -> BeamStep:
         prompt, state = self._request.prompt, self.state
         return BeamStep(
             tokens=state.tokens[:, -1] if state.length else prompt[-1:],
@@ -192,7 +206,7 @@ class _Search:
             pairs=state.wanted(),
         )
 
-    def take(self, stepped: Stepped) -> None:
+    def _take(self, stepped: Stepped) -> None:
         self._steps += 1
         self._computed += self.state.tokens.shape[0]
         self._plan_seconds += stepped.plan_seconds

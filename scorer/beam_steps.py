@@ -50,7 +50,7 @@ class Stepped:
 
 
 class Steps(Protocol):
-    """Computes steps. Called on the device thread; the answer waits for the result, on any thread."""
+    """Computes steps, on the device thread: `submit` enqueues one, its answer waits for the result."""
 
     def submit(self, step: BeamStep) -> Callable[[], Stepped]: ...
 
@@ -79,7 +79,7 @@ class ModelSteps:
 
     @torch.inference_mode()
     def _continuations(self, hidden: Tensor, step: BeamStep) -> Candidates:
-        logits = self._model.head(hidden, slice(None))
+        logits = self._model.every_logit(hidden)
         if step.pairs is not None:
             at = (torch.from_numpy(part.astype(np.int64)).to(logits.device) for part in step.pairs)
             return Candidates(pair_log_probs(logits, *at).cpu().numpy(), *step.pairs)

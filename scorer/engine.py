@@ -76,16 +76,9 @@ class Engine:
         """
         return await self._in_time(self._execute(batch))
 
-    async def step(self, submit: Callable[[], Callable[[], T]]) -> T:
-        """Calls `submit` on the device thread, between passes, and what it returns on the thread that waits.
-
-        Raises DeviceGone as `execute` does.
-        """
-        return await self._in_time(self._step(submit))
-
-    async def _step(self, submit: Callable[[], Callable[[], T]]) -> T:
-        wait = await on_thread(self._thread, submit)
-        return await on_thread(self._waiting, wait)
+    async def between(self, work: Callable[[], T]) -> T:
+        """Calls `work` on the device thread, between passes. Raises DeviceGone as `execute` does."""
+        return await self._in_time(on_thread(self._thread, work))
 
     async def _in_time(self, work: Awaitable[T]) -> T:
         try:

@@ -23,7 +23,7 @@ from batching.select import Measured, Policy, Replayed, Threshold
 from batching.shares import FairShares
 from batching.trie import Trie
 from scorer.beam import MAX_BEAMS, BeamPages, BeamSearcher
-from scorer.beam_steps import ModelSteps
+from scorer.beam_steps import ModelSteps, Steps
 from scorer.config import EMBEDDED, Config, Limits
 from scorer.constraints import read_constraints
 from scorer.embedded import embedded_model
@@ -125,7 +125,7 @@ class Runtime:
         beams = None
         if not no_beams:
             pages = BeamPages(kept_pages, beam_pages, config.page_size)
-            beams = BeamSearcher(batcher, engine, ModelSteps(model, kv_pages), pages)
+            beams = BeamSearcher(batcher, engine, _steps(config, model, limits, kv_pages, fast), pages)
         return cls(
             config=config,
             profile=profile,
@@ -301,6 +301,18 @@ def _fast_path(
     if fp8:
         log.info("fp8: q, k, v, output, gate, up and down projections of every layer; all else as it is")
     return fast
+
+
+def _steps(config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPages, fast: FastPath | None) -> Steps:
+    """The beams' steps: captured where there is the hand-fused path, else by the model's modules."""
+    if fast is None:
+        return ModelSteps(model, kv_pages)
+    from scorer.fast_beams import FastBeams
+
+    beams = FastBeams(model, fast.fused, kv_pages, limits.max_context_tokens, config.max_beam_tokens + 2 * MAX_BEAMS)
+    seconds = beams.capture()
+    log.info("beam steps: %d CUDA graphs captured in %.1f s", beams.graphs, seconds)
+    return beams
 
 
 def _no_fast_path(config: Config, model: ScoringModel) -> str:
