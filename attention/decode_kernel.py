@@ -1,9 +1,10 @@
-"""`cascade_decode` in Triton: two launches a layer, whose sizes depend on the number of beams alone.
+"""Decode steps in Triton, by launches whose sizes depend on the number of beams alone.
 
-The first scans the prompt: a CTA has a tile of beams (the query heads of a group packed with them), one KV head and a
-part of the keys. The second has a beam and a KV head: it keeps the beam's new K/V, scans the beam's own history slot by
-slot, and merges that with the parts of the first by their log-sum-exp. Lengths are read on the device, so that one
-CUDA graph serves every prompt and every step.
+`cascade_decode` is two a layer. The first scans the prompt: a CTA has a tile of beams (the query heads of a group
+packed with them), one KV head and a part of the keys. The second has a beam and a KV head: it keeps the beam's new K/V,
+scans the beam's own history slot by slot, and merges that with the parts of the first by their log-sum-exp.
+`batch_decode` is the second alone, which then scans the prompt too. Lengths are read on the device, so that one CUDA
+graph serves every prompt and every step.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def decode(
     v: Tensor,
     held: tuple[Tensor, Tensor],
     step: DecodeArrays,
-    parts: DecodeParts,
+    parts: DecodeParts | None,
     out: Tensor,
     scale: float,
     blocks: DecodeBlocks = DecodeBlocks(),
@@ -98,27 +99,30 @@ def decode(
 
     q [beams, heads, head_dim] and k, v [beams, kv_heads, head_dim] may be views of one wider tensor (rows strided), and
     have rows for at least as many beams as `meta` says; held: K and V of a layer, [.., kv_heads, head_dim] contiguous;
-    out like q, contiguous. tma: consecutive slots are loaded by the tensor memory accelerator.
+    out like q, contiguous. parts: of a cascade; None: each beam scans the whole prompt. tma: consecutive slots are
+    loaded by the tensor memory accelerator.
     """
     beams, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    group = heads // kv_heads
     consecutive = step.prompt is None
     held_k, held_v = (x.view(-1, kv_heads, head_dim) for x in held)
-    use_tma = tma and consecutive
-    sources = [_descriptor(x, blocks.keys) if use_tma else x for x in (held_k, held_v)]
-    shape: dict[str, Any] = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim}
-    parted = {"M": blocks.rows, "SPLITS": parts.splits, "SHORTEST": SHORTEST_PART}
-    tiles = blocks.tiles(beams, heads, kv_heads)
-    _prompt[(tiles * kv_heads * parts.splits,)](
-        q, *sources, held_k, held_v, parts.out, parts.lse, step.meta, step.meta if consecutive else step.prompt,
-        q.stride(0), scale * LOG2_E, **shape, **parted,
-        N=blocks.keys, TMA=use_tma, CONSECUTIVE=consecutive, num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
+    slots = step.meta if step.prompt is None else step.prompt
+    shape: dict[str, Any] = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "CONSECUTIVE": consecutive}
+    shape |= {"M": blocks.rows, "SPLITS": 1 if parts is None else parts.splits, "SHORTEST": SHORTEST_PART}
+    part_out, part_lse = (out, out) if parts is None else (parts.out, parts.lse)
+    if parts is not None:
+        use_tma = tma and consecutive
+        sources = [_descriptor(x, blocks.keys) if use_tma else x for x in (held_k, held_v)]
+        tiles = blocks.tiles(beams, heads, kv_heads)
+        _prompt[(tiles * kv_heads * parts.splits,)](
+            q, *sources, held_k, held_v, part_out, part_lse, step.meta, slots, q.stride(0), scale * LOG2_E,
+            **shape, N=blocks.keys, TMA=use_tma, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
     _own[(beams * kv_heads,)](
-        q, k, v, held_k, held_v, parts.out, parts.lse, out, step.meta, step.history,
-        q.stride(0), k.stride(0), scale * LOG2_E, **shape, **parted,
-        G=max(16, triton.next_power_of_2(group)), N=blocks.own_keys, num_warps=blocks.own_warps, num_stages=2,
+        q, k, v, held_k, held_v, part_out, part_lse, out, step.meta, slots, step.history,
+        q.stride(0), k.stride(0), scale * LOG2_E, **shape, WHOLE=parts is None,
+        G=max(16, triton.next_power_of_2(heads // kv_heads)), N=blocks.own_keys,
+        num_warps=blocks.own_warps, num_stages=3 if parts is None else 2,
     )  # fmt: skip
 
 
@@ -132,7 +136,7 @@ def _used_splits(prompt, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
 def _prompt(
     q, k, v, held_k, held_v, part_out, part_lse, meta, slots, q_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
-    SHORTEST: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, CONSECUTIVE: tl.constexpr,
+    SHORTEST: tl.constexpr, N: tl.constexpr, CONSECUTIVE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile of beams on its part of the prompt; the parts are whole blocks, but for the end of the last one."""
     program = tl.program_id(0)
@@ -193,11 +197,12 @@ def _prompt(
 
 @triton.jit
 def _own(
-    q, k, v, held_k, held_v, part_out, part_lse, out, meta, history, q_stride, kv_stride, scale,
+    q, k, v, held_k, held_v, part_out, part_lse, out, meta, prompt_slots, history, q_stride, kv_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
-    SHORTEST: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    SHORTEST: tl.constexpr, G: tl.constexpr, N: tl.constexpr, CONSECUTIVE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A beam's query heads of one group on its own keys, then merged with the parts over the prompt."""
+    """A beam's query heads of one group on its own keys, then merged with the parts over the prompt, or on all of the
+    prompt's keys too."""
     program = tl.program_id(0)
     head = program % KV_HEADS
     beam = program // KV_HEADS
@@ -230,7 +235,19 @@ def _own(
         kb = tl.where(is_new, new_k[None, :], tl.load(held_k + place, old[:, None], 0.0))
         vb = tl.where(is_new, new_v[None, :], tl.load(held_v + place, old[:, None], 0.0))
         acc, total, top = _masked_step(query, kb, vb, (j + n < own)[None, :], acc, total, top, scale)
-    if prompt > 0:
+    if WHOLE:
+        first = tl.load(meta + 3)
+        for j in tl.range(0, prompt, N):
+            live = j + n < prompt
+            if CONSECUTIVE:
+                slot = (first + j + n).to(tl.int64)
+            else:
+                slot = tl.load(prompt_slots + j + n, live, 0).to(tl.int64)
+            place = slot[:, None] * (KV_HEADS * D) + column + d[None, :]
+            kb = tl.load(held_k + place, live[:, None], 0.0)
+            vb = tl.load(held_v + place, live[:, None], 0.0)
+            acc, total, top = _masked_step(query, kb, vb, live[None, :], acc, total, top, scale)
+    elif prompt > 0:
         per_tile: tl.constexpr = M // group
         tile = beam // per_tile
         for split in range(_used_splits(prompt, SPLITS, SHORTEST)):

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.decode import DecodeStrategy
 from attention.decode_kernel import BEAMS, FIRST, META, OWN, PROMPT, DecodeArrays, DecodeBlocks, DecodeParts, decode
+from attention.decode_timing import BUILT_IN, DecodePoint
 from attention.kv_pages import KvPages
 from attention.layout import Ints
 from batching.beams import Candidates
@@ -29,10 +31,20 @@ IN_FLIGHT = 2  # steps whose arrays wait in pinned memory
 ROOM = 16  # ints before the rows: the step's numbers, aligned
 
 
+Choose = Callable[[DecodePoint], DecodeStrategy]
+# Kinds of graphs. A prompt that is short enough for batch_decode costs little to name slot by slot.
+KINDS = (
+    (DecodeStrategy.CASCADE_DECODE, True),
+    (DecodeStrategy.CASCADE_DECODE, False),
+    (DecodeStrategy.BATCH_DECODE, False),
+)
+
+
 class StepKey(NamedTuple):
     """What a graph is made for. beams: with padding; consecutive: the prompt's slots follow one another."""
 
     beams: int
+    strategy: DecodeStrategy
     consecutive: bool
 
 
@@ -53,13 +65,15 @@ class FastBeams:
         kv_pages: KvPages,
         most_prompt: int,
         most_history: int,
+        choose: Choose = BUILT_IN.choose,
         blocks: DecodeBlocks = DecodeBlocks(),  # noqa: B008 - frozen
         tma: bool = True,
     ) -> None:
-        """most_prompt: tokens; most_history: beams times their tokens."""
+        """most_prompt: tokens; most_history: beams times their tokens. choose: the strategy of each step."""
         self._model = model
         self._fused = fused
         self._kv_pages = kv_pages
+        self._choose = choose
         self._blocks = blocks
         self._tma = tma
         self._cuda = model.device.type == "cuda"
@@ -79,8 +93,8 @@ class FastBeams:
         started = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for beams in reversed(BUCKETS):
-            for consecutive in (True, False):
-                self._capture(StepKey(beams, consecutive), pool)
+            for strategy, consecutive in KINDS:
+                self._capture(StepKey(beams, strategy, consecutive), pool)
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
@@ -93,9 +107,11 @@ class FastBeams:
         started = time.perf_counter()
         n = len(step.tokens)
         prompt = step.decode.prompt_slots()
-        consecutive = bool((np.diff(prompt) == 1).all())
+        beams = next(beams for beams in BUCKETS if beams >= n)
+        strategy = self._choose(DecodePoint(len(prompt), beams, step.decode.history.shape[1]))
+        consecutive = strategy is DecodeStrategy.CASCADE_DECODE and bool((np.diff(prompt) == 1).all())
+        key = StepKey(beams, strategy, consecutive)
         self._upload(step, prompt, consecutive)
-        key = StepKey(next(beams for beams in BUCKETS if beams >= n), consecutive)
         planned = time.perf_counter()
         if (graph := self._graphs.get(key)) is not None:
             graph.graph.replay()
@@ -142,7 +158,7 @@ class FastBeams:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             held = self._kv_pages.layer(layer, k, v)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            parts = self._parts[key.beams]
+            parts = self._parts[key.beams] if key.strategy is DecodeStrategy.CASCADE_DECODE else None
             decode(q, k, v, held, arrays, parts, out, self._fused.scale, self._blocks, self._tma)
             return out
 

@@ -309,7 +309,10 @@ def _steps(config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPage
         return ModelSteps(model, kv_pages)
     from scorer.fast_beams import FastBeams
 
-    beams = FastBeams(model, fast.fused, kv_pages, limits.max_context_tokens, config.max_beam_tokens + 2 * MAX_BEAMS)
+    history = config.max_beam_tokens + 2 * MAX_BEAMS
+    beams = FastBeams(
+        model, fast.fused, kv_pages, limits.max_context_tokens, history, _time_model(config).decode.choose
+    )
     seconds = beams.capture()
     log.info("beam steps: %d CUDA graphs captured in %.1f s", beams.graphs, seconds)
     return beams

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs an NVIDIA GPU"),
 ]
 
-from attention.decode import Decode  # noqa: E402
+from attention.decode import Decode, DecodeStrategy  # noqa: E402
 from attention.decode_kernel import DecodeBlocks  # noqa: E402
 from attention.kv_pages import KvPages  # noqa: E402
 from batching.beams import BeamOptions  # noqa: E402
@@ -50,8 +50,8 @@ def fused():
     return FusedModel(model(), 4096)
 
 
-def made(pages):
-    steps = FastBeams(model(), fused(), pages, 2048, 8192, BLOCKS, tma=GPU)
+def made(pages, strategy=DecodeStrategy.CASCADE_DECODE):
+    steps = FastBeams(model(), fused(), pages, 2048, 8192, lambda _: strategy, BLOCKS, tma=GPU)
     if GPU:
         steps.capture()
     return steps
@@ -80,8 +80,9 @@ if GPU:
     CASES += [(33, 9, 1000, False), (128, 16, 1024, True), (512, 3, 1024, True), (300, 20, 100, False)]
 
 
+@pytest.mark.parametrize("strategy", DecodeStrategy)
 @pytest.mark.parametrize(("beams", "own", "prompt", "consecutive"), CASES)
-def test_a_step_is_that_of_the_models_modules(beams, own, prompt, consecutive):
+def test_a_step_is_that_of_the_models_modules(beams, own, prompt, consecutive, strategy):
     rng = np.random.default_rng(beams)
     step = step_of(beams, own, prompt, consecutive, rng)
     pages = KvPages(2 + -(-prompt // PAGE) + -(-beams * own // PAGE), PAGE)
@@ -90,7 +91,7 @@ def test_a_step_is_that_of_the_models_modules(beams, own, prompt, consecutive):
     pairs = (np.repeat(np.arange(beams, dtype=np.int32), len(everything)), np.tile(everything, beams))
     plain = ModelSteps(model(), pages).submit(BeamStep(step.tokens, step.scores, step.decode, 0, pairs))()
     expected = plain.candidates.log_probs.reshape(beams, -1)
-    steps = made(pages)
+    steps = made(pages, strategy)
     found = steps.submit(step)().candidates
     assert len(found.tokens) == min(step.count, beams * len(everything))
     np.testing.assert_allclose(found.log_probs, expected[found.beams, found.tokens], atol=TOLERANCE)

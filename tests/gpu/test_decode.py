@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs an NVIDIA GPU"),
 ]
 
-from attention.decode import Decode  # noqa: E402
+from attention.decode import Decode, DecodeStrategy  # noqa: E402
 from attention.decode_kernel import DecodeArrays, DecodeBlocks, DecodeParts, decode  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,8 +61,9 @@ def expected(q, k, v, held, step, scale):
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[1:2] if INTERPRETED else SHAPES)
+@pytest.mark.parametrize("strategy", DecodeStrategy)
 @pytest.mark.parametrize("name", STEPS)
-def test_against_float32_on_every_beam(name, shape, consecutive, dtype):
+def test_against_float32_on_every_beam(name, strategy, shape, consecutive, dtype):
     (prompt, beams, own), (heads, kv_heads, head_dim) = STEPS[name], shape
     rng = np.random.default_rng(0)
     pages = -(-prompt // PAGE)
@@ -85,7 +86,9 @@ def test_against_float32_on_every_beam(name, shape, consecutive, dtype):
     wanted = expected(q, k, v, held, step, scale)
     out = torch.full((padded, heads, head_dim), torch.nan, **make)
     blocks = DecodeBlocks()
-    parts = DecodeParts.make(padded, (heads, kv_heads, head_dim), blocks, torch.device(DEVICE))
+    parts = None
+    if strategy is DecodeStrategy.CASCADE_DECODE:
+        parts = DecodeParts.make(padded, (heads, kv_heads, head_dim), blocks, torch.device(DEVICE))
     decode(q, k, v, (held[0], held[1]), arrays(step, consecutive), parts, out, scale, blocks, tma=not INTERPRETED)
     error = (out[:beams].float() - wanted).norm() / wanted.norm()
     assert error < RELATIVE[dtype]
