@@ -7,7 +7,6 @@ best num_beams of the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -38,6 +37,9 @@ class Ended(StrEnum):
     EOS = "eos"
     LENGTH = "length"
     CONSTRAINT = "constraint"  # an allowed sequence is complete, and there is no eos to say so
+
+
+WHY: tuple[Ended | None, ...] = (None, *Ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class BeamState:
         length = self.length + 1
         ended = self._ended(best, length)
         self._finish(best, totals, ended, length)
-        goes_on = np.flatnonzero([why is None for why in ended])[: self.options.num_beams]
+        goes_on = np.flatnonzero(ended == 0)[: self.options.num_beams]
         self._go_on(best.take(goes_on), totals[goes_on])
         self.done = not len(goes_on) or not self._improvable() or self._full()
         return best.beams[goes_on]
@@ -130,26 +132,26 @@ class BeamState:
         order = order[totals[order] > -np.inf]
         return given.take(order), totals[order]
 
-    def _ended(self, best: Candidates, length: int) -> list[Ended | None]:
-        """Why each of them ends with its token; None: it does not."""
-        ended: NDArray[np.object_] = np.full(len(best.tokens), None, object)
+    def _ended(self, best: Candidates, length: int) -> NDArray[np.int8]:
+        """Why each of them ends with its token, as its place in WHY; 0: it does not."""
+        ended = np.zeros(len(best.tokens), np.int8)
         if self.trie is not None and not self.options.eos_ids:
             nodes = self.trie.step(self.nodes[best.beams], best.tokens)
-            ended[self.trie.leaf(nodes)] = Ended.CONSTRAINT
+            ended[self.trie.leaf(nodes)] = WHY.index(Ended.CONSTRAINT)
         if length == self.options.max_new_tokens:
-            ended[:] = Ended.LENGTH
-        ended[np.isin(best.tokens, self.options.eos_ids)] = Ended.EOS
-        return list(ended)
+            ended[:] = WHY.index(Ended.LENGTH)
+        ended[np.isin(best.tokens, self.options.eos_ids)] = WHY.index(Ended.EOS)
+        return ended
 
-    def _finish(self, best: Candidates, totals: Floats, ended: Sequence[Ended | None], length: int) -> None:
+    def _finish(self, best: Candidates, totals: Floats, ended: NDArray[np.int8], length: int) -> None:
         """Of those that end, only the first num_beams count: the others are there as a reserve."""
         scores = totals / np.float32(length**self.options.length_penalty)
-        for i, why in enumerate(ended[: self.options.num_beams]):
-            if why is not None:
-                beam = int(best.beams[i])
-                tokens = (*self.tokens[beam].tolist(), int(best.tokens[i]))
-                log_probs = (*self.log_probs[beam].tolist(), float(best.log_probs[i]))
-                self.finished.append(Hypothesis(tokens, log_probs, float(scores[i]), why))
+        for i in np.flatnonzero(ended[: self.options.num_beams]).tolist():
+            beam, why = int(best.beams[i]), WHY[ended[i]]
+            assert why is not None, "those that go on are left out"
+            tokens = (*self.tokens[beam].tolist(), int(best.tokens[i]))
+            log_probs = (*self.log_probs[beam].tolist(), float(best.log_probs[i]))
+            self.finished.append(Hypothesis(tokens, log_probs, float(scores[i]), why))
         self.finished.sort(key=lambda found: -found.score)
         del self.finished[self.options.num_beams :]
 

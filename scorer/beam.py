@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from batching.page_pool import PagePool
 from batching.scheduler import Asked
 from batching.trie import Trie
 from scorer.beam_steps import BeamStep, Stepped, Steps
-from scorer.engine import Engine
 from scorer.errors import InvalidRequest
+
+T = TypeVar("T")
 
 MAX_BEAMS = 512
 MAX_SEARCHES = 64  # running or waiting; more are refused
@@ -49,6 +51,13 @@ class BeamResult:
     queue_seconds: float
     plan_seconds: float
     forward_seconds: float
+
+
+class Device(Protocol):
+    """What searches need of the engine."""
+
+    async def between(self, work: Callable[[], T]) -> T:
+        """Calls `work` where the device is used, between passes."""
 
 
 class BeamPages:
@@ -88,16 +97,21 @@ class BeamSearcher:
     def __init__(
         self,
         batcher: Batcher,
-        engine: Engine,
+        engine: Device,
         steps: Steps,
         pages: BeamPages,
         clock: Callable[[], float] = time.monotonic,
+        turn_seconds: float = TURN_SECONDS,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """turn_seconds: of steps between two passes, by the timer."""
         self._batcher = batcher
         self._engine = engine
         self._steps = steps
         self._pages = pages
         self._clock = clock
+        self._turn_seconds = turn_seconds
+        self._timer = timer
         self._turn = asyncio.Lock()  # searches alternate, and scoring has its turn after each of theirs
         self.under_way = 0
 
@@ -156,7 +170,7 @@ class BeamSearcher:
 
     async def _run(self, search: _Search) -> None:
         try:
-            await self._engine.between(lambda: search.run(self._steps, TURN_SECONDS))
+            await self._engine.between(lambda: search.run(self._steps, self._turn_seconds, self._timer))
         except DeviceGone as error:
             self._batcher.give_up(str(error))
             raise DeviceFailed(str(error)) from error
@@ -183,15 +197,15 @@ class _Search:
         self._steps = self._computed = 0
         self._plan_seconds = self._forward_seconds = 0.0
 
-    def run(self, steps: Steps, seconds: float) -> None:
+    def run(self, steps: Steps, seconds: float, timer: Callable[[], float]) -> None:
         """Steps until the search is done or so much time is over, at least one. Raises NotANumber."""
-        end = time.perf_counter() + seconds
+        end = timer() + seconds
         while True:
             stepped = steps.submit(self._step())()
             if np.isnan(stepped.candidates.log_probs).any():
                 raise NotANumber
             self._take(stepped)
-            if self.state.done or time.perf_counter() >= end:
+            if self.state.done or timer() >= end:
                 return
 
     def _step(self) -> BeamStep:

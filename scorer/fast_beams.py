@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.decode import DecodeStrategy
+from attention.decode import Decode, DecodeStrategy
 from attention.decode_kernel import BEAMS, FIRST, META, OWN, PROMPT, DecodeArrays, DecodeBlocks, DecodeParts, decode
 from attention.decode_timing import BUILT_IN, DecodePoint
 from attention.kv_pages import KvPages
@@ -83,6 +83,7 @@ class FastBeams:
         self._ints = torch.zeros(size, dtype=torch.int32, device=model.device)
         self._prompt = torch.zeros(most_prompt + blocks.keys, dtype=torch.int32, device=model.device)
         self._prompt_named = b""
+        self._pages_of, self._slots = np.zeros(0, np.int32), np.zeros(0, np.int32)
         self._staging = [Staging(size) for _ in range(IN_FLIGHT)] if self._cuda else []
         self._graphs: dict[StepKey, Graph] = {}
         shape = (fused.heads, fused.kv_heads, fused.head_dim)
@@ -106,7 +107,7 @@ class FastBeams:
         """Enqueues a step; the answer waits for it."""
         started = time.perf_counter()
         n = len(step.tokens)
-        prompt = step.decode.prompt_slots()
+        prompt = self._slots_of(step.decode)
         beams = next(beams for beams in BUCKETS if beams >= n)
         strategy = self._choose(DecodePoint(len(prompt), beams, step.decode.history.shape[1]))
         consecutive = strategy is DecodeStrategy.CASCADE_DECODE and bool((np.diff(prompt) == 1).all())
@@ -119,6 +120,12 @@ class FastBeams:
         else:
             hidden = self._run(key)
         return self._collect(hidden[:n], step, planned - started)
+
+    def _slots_of(self, step: Decode) -> Ints:
+        """The slots of the prompt; the steps of one search name the same pages."""
+        if self._pages_of is not step.prompt_pages or len(self._slots) != step.prompt_tokens:
+            self._pages_of, self._slots = step.prompt_pages, step.prompt_slots()
+        return self._slots
 
     def _upload(self, step: BeamStep, prompt: Ints, consecutive: bool) -> None:
         n, history = len(step.tokens), step.decode.history.ravel()

@@ -29,7 +29,7 @@ STEPS = {
     "less than a block": (5, 7, 3),
     "a block": (64, 32, 2),
     "one more": (65, 33, 40),
-    "split": (2000, 20, 33),
+    "split": (600, 5, 9) if INTERPRETED else (2000, 20, 33),
 }
 if not INTERPRETED:
     STEPS |= {"many beams": (1024, 512, 3), "long history": (100, 64, 256), "long prompt": (8191, 256, 64)}
