@@ -110,8 +110,10 @@ class ScoringModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """What ends a sequence that the checkpoint generates."""
-        given: Any = getattr(self.hf.generation_config, "eos_token_id", None)
-        given = self.hf.config.get_text_config().eos_token_id if given is None else given
+        generation = getattr(self.hf, "generation_config", None)  # a checkpoint with classes has none
+        given: Any = getattr(generation, "eos_token_id", None)
+        if given is None:
+            given = getattr(self.hf.config.get_text_config(), "eos_token_id", None)
         return tuple(given) if isinstance(given, list | tuple) else () if given is None else (int(given),)
 
     @property
