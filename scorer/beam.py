@@ -74,14 +74,16 @@ class BeamPages:
     async def take(self, tokens: int) -> Ints:
         """Page ids for so many tokens, as soon as they are free. Raises AssertionError where there never are."""
         assert tokens <= self.tokens, "checked when the search was accepted"
+        count = -(-tokens // self._page_size)
         async with self._turn:
-            while (pages := self._pool.allocate(-(-tokens // self._page_size))) is None:
+            while self._pool.free < count:
                 self._freed.clear()
                 await self._freed.wait()
-        return (pages + np.int32(self._first)).astype(np.int32)
+        return np.array([self._pool.take() for _ in range(count)], np.int32) + np.int32(self._first)
 
     def give_back(self, pages: Ints) -> None:
-        self._pool.release((pages - np.int32(self._first)).astype(np.int32))
+        for page in reversed((pages - np.int32(self._first)).tolist()):
+            self._pool.release(page)
         self._freed.set()
 
     def slots(self, pages: Ints, tokens: Ints) -> Ints:
