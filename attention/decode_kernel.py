@@ -148,7 +148,7 @@ def _prompt(
     used = _used_splits(total_keys, SPLITS, SHORTEST)
     group: tl.constexpr = HEADS // KV_HEADS
     per_tile: tl.constexpr = M // group
-    if tile * per_tile >= beams or split >= used:
+    if (tile * per_tile >= beams) | (split >= used):
         return
     m = tl.arange(0, M)
     d = tl.arange(0, D)
@@ -211,6 +211,7 @@ def _own(
     prompt = tl.load(meta + 1)
     own = tl.load(meta + 2)
     group: tl.constexpr = HEADS // KV_HEADS
+    per_tile: tl.constexpr = M // group
     g = tl.arange(0, G)
     d = tl.arange(0, D)
     n = tl.arange(0, N)
@@ -248,7 +249,6 @@ def _own(
             vb = tl.load(held_v + place, live[:, None], 0.0)
             acc, total, top = _masked_step(query, kb, vb, live[None, :], acc, total, top, scale)
     elif prompt > 0:
-        per_tile: tl.constexpr = M // group
         tile = beam // per_tile
         for split in range(_used_splits(prompt, SPLITS, SHORTEST)):
             part = ((tile * SPLITS + split) * KV_HEADS + head) * M + beam % per_tile * group + tl.minimum(g, group - 1)

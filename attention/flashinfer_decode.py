@@ -83,8 +83,9 @@ class FlashInferDecode:
         )
         indptr, indices, last = self._arrays(launch)
         wrapper.plan(
-            indptr, indices.cuda(), last, shape.heads, shape.kv_heads, shape.head_dim, launch.page_size,
-            sm_scale=shape.scale, q_data_type=shape.dtype, kv_data_type=shape.dtype,
+            indptr, indices.cuda(), last, num_qo_heads=shape.heads, num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim, page_size=launch.page_size, sm_scale=shape.scale, q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
         )  # fmt: skip
         return wrapper
 
@@ -92,7 +93,8 @@ class FlashInferDecode:
         shape = self._shape
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspaces[number], "NHD", backend=backend)
         wrapper.plan(
-            torch.from_numpy(launch.qo_indptr), *self._arrays(launch), shape.heads, shape.kv_heads, shape.head_dim,
-            launch.page_size, causal=False, sm_scale=shape.scale, q_data_type=shape.dtype, kv_data_type=shape.dtype,
+            torch.from_numpy(launch.qo_indptr), *self._arrays(launch), num_qo_heads=shape.heads,
+            num_kv_heads=shape.kv_heads, head_dim_qk=shape.head_dim, page_size=launch.page_size, causal=False,
+            sm_scale=shape.scale, q_data_type=shape.dtype, kv_data_type=shape.dtype,
         )  # fmt: skip
         return wrapper

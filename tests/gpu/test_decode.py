@@ -18,6 +18,9 @@ pytestmark = [
 
 from attention.decode import Decode, DecodeStrategy  # noqa: E402
 from attention.decode_kernel import DecodeArrays, DecodeBlocks, DecodeParts, decode  # noqa: E402
+from attention.decode_rig import FLASHINFER, OURS, DecodeRig  # noqa: E402
+from attention.decode_timing import DecodePoint  # noqa: E402
+from attention.plans import HeadShape  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RELATIVE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
@@ -95,3 +98,27 @@ def test_against_float32_on_every_beam(name, strategy, shape, consecutive, dtype
     new = torch.from_numpy(step.write_slots.astype(np.int64)).to(DEVICE)
     for pool, rows in zip(held, (k, v), strict=True):
         assert torch.equal(pool.flatten(0, 1)[new], rows[:beams]), "the new K/V is kept"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashInfer needs an NVIDIA GPU")
+@pytest.mark.parametrize("variant", [*OURS, *FLASHINFER])
+def test_every_way_of_the_bench_computes_the_same(variant):
+    if variant in FLASHINFER:
+        pytest.importorskip("flashinfer", reason="needs the gpu extra: pip install 'prefixrank[gpu]'")
+    heads = HeadShape(16, 8, 128, 128**-0.5, torch.bfloat16)
+    rig = DecodeRig(heads, 2048, 64 * 64)
+    point = DecodePoint(2048, 33, 40)
+    scattered = variant.endswith("scattered")
+    reference = "triton_cascade_scattered" if scattered else "triton_cascade"
+    expected = rig.call(reference, point)().clone().float()  # it keeps the new K/V, which the others find there
+    try:
+        found = rig.call("triton_batch" if scattered else variant, point)
+    except Exception as error:
+        if variant in ("flashinfer_batch", "flashinfer_cascade"):
+            pytest.skip(f"the decode module is not built: {type(error).__name__}: {str(error)[:200]}")
+        raise
+    if scattered:
+        assert not torch.allclose(found().float(), expected, atol=1e-3), "other pages, other numbers"
+        return
+    error = (found().float() - expected).norm() / expected.norm()
+    assert error < RELATIVE[torch.bfloat16]
