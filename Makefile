@@ -86,7 +86,7 @@ audit: $(STAMP)  ## bandit on the code, pip-audit on the dependencies where its 
 load: $(VENV)/.stamp-load  ## a short load on the embedded model: open loop, then Locust with two workers
 	$(BIN)/python -m loadtest.short_load
 
-simulate: $(STAMP)  ## scheduling policies and cache on a fitted device, in virtual time (two minutes)
+simulate: $(STAMP)  ## scheduling policies and cache on a fitted device, in virtual time (four minutes)
 	$(BIN)/python -m loadtest.simulate --seconds 30
 
 bench-cases: $(STAMP)  ## what the cases of serving say of seconds and memory, on this machine (four minutes)

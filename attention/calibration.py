@@ -14,8 +14,11 @@ from torch import Tensor
 
 from attention.copy_rows import copy_rows
 from attention.cost import LaunchShape, shape_of
+from attention.decode_rig import DecodeRig
+from attention.decode_timing import DecodePoint
 from attention.flashinfer_backend import Kernel, SingleLaunch, merge_states
 from attention.fused_launch import is_fused
+from attention.gpu_timing import elapsed, milliseconds
 from attention.kv_pages import KvPages
 from attention.layout import Layout, Segment
 from attention.planner import plan
@@ -37,6 +40,9 @@ from attention.timing import (
 PAGE_SIZE = 16
 KEPT_PAGES = 1024
 MAX_TOKENS = 65_536
+DECODE_POINTS = tuple(
+    DecodePoint(prompt, beams, own) for prompt in (128, 512, 2048, 8192) for beams in (8, 64, 512) for own in (4, 64)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,28 +103,15 @@ class Bench:
             held.normal_()
 
     def milliseconds(self, call: Callable[[], object], replays: int = 5) -> float:
-        """Median time of one call, several captured in one CUDA graph: no host time in it."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call()
-            first = _elapsed(call)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        repeats = int(np.clip(0.5 / max(first, 0.02), 1, 10))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                call()
-        graph.replay()
-        return float(np.median([_elapsed(graph.replay) for _ in range(replays)])) / repeats
+        """See `gpu_timing.milliseconds`."""
+        return milliseconds(call, replays)
 
     def events(self, call: Callable[[], object], warm_ups: int, iterations: int) -> list[float]:
         """Milliseconds between CUDA events around single calls: with the host's launch time."""
         for _ in range(warm_ups):
             call()
         torch.cuda.synchronize()
-        return [_elapsed(call) for _ in range(iterations)]
+        return [elapsed(call) for _ in range(iterations)]
 
     @staticmethod
     def rows(tensor: Tensor, count: int) -> Tensor:
@@ -159,15 +152,6 @@ class Bench:
         return self.milliseconds(lambda: run(q, k, v, out, lse))
 
 
-def _elapsed(call: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
-
-
 def calibrate(
     heads: HeadShape, seconds: float = 50.0, seed: int = 1, tell: Callable[[float], None] | None = None
 ) -> TimeModel:
@@ -192,7 +176,8 @@ def calibrate(
                 for name in fits_for(shape, kernel, heads):
                     samples.setdefault(name, []).append(measured)
     fits = {name: _fit(rows) for name, rows in samples.items() if name.count("/") == 2 or len(rows) >= ENOUGH}
-    return TimeModel(machine, heads, fits, _copy_law(bench), _merge_law(bench))
+    decode = DecodeRig(heads, most_prompt=8192, most_own=512 * 64).law(DECODE_POINTS)
+    return TimeModel(machine, heads, fits, _copy_law(bench), _merge_law(bench), decode)
 
 
 def _fit(rows: list[tuple[Reals, float]]) -> Fit:

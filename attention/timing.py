@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention.cost import PACKED_ROWS, LaunchShape, scans, shapes
+from attention.decode_timing import BUILT_IN, DecodeLaw
 from attention.layout import Ints
 from attention.plans import HeadShape, MaskKind, Strategy
 from attention.tiles import Cut, count_blocks, parts_of
@@ -184,6 +185,7 @@ class TimeModel:
     fits           by "kernel/mask/source" and, where enough was measured, "kernel/mask/source/tile"
     copy_ms        fixed and per token, of writing K/V rows to pages or gathering them
     merge_ms       fixed and per row, of merging two partial results
+    decode         of the strategies of a decode step
     """
 
     machine: Machine
@@ -191,6 +193,7 @@ class TimeModel:
     fits: dict[str, Fit]
     copy_ms: tuple[float, float] = (0.0, 0.0)
     merge_ms: tuple[float, float] = (0.0, 0.0)
+    decode: DecodeLaw = BUILT_IN
 
     def launch(self, shape: LaunchShape) -> tuple[str, float]:
         """The faster kernel for a launch, and its milliseconds."""
@@ -253,6 +256,7 @@ class TimeModel:
             "copy_ms": self.copy_ms,
             "merge_ms": self.merge_ms,
             "fits": {name: fit.as_lists() for name, fit in self.fits.items()},
+            "decode": self.decode.as_lists(),
         }
         path.write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
 
@@ -263,7 +267,9 @@ class TimeModel:
             given = json.loads(text)
             fits = {name: Fit(*(np.array(fit[k]) for k in FIELDS)) for name, fit in given["fits"].items()}
             heads = HeadShape(**given["heads"], scale=given["heads"]["head_dim"] ** -0.5, dtype=None)
-            return cls(Machine(**given["machine"]), heads, fits, tuple(given["copy_ms"]), tuple(given["merge_ms"]))
+            decode = DecodeLaw.of(given["decode"]) if "decode" in given else BUILT_IN
+            laws = tuple(given["copy_ms"]), tuple(given["merge_ms"]), decode
+            return cls(Machine(**given["machine"]), heads, fits, *laws)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a calibration: {error!r}") from None
 

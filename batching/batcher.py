@@ -12,12 +12,12 @@ from itertools import islice
 import numpy as np
 
 from batching.composer import Composer, Part
-from batching.errors import BatchingError, Closed, DeviceFailed, DeviceGone, Expired, NotAdmitted
+from batching.errors import BatchingError, Closed, DeviceFailed, DeviceGone, Expired, NotAdmitted, QueueFull
 from batching.job import InFlight, Job
 from batching.observer import Observer, Unobserved
 from batching.packing import fold, pack, unpack
 from batching.pass_time import FittedPassTime, PassTime, Work
-from batching.prefix_cache import Chain, PrefixCache
+from batching.prefix_cache import Chain, Lease, PrefixCache
 from batching.scheduler import Asked, Order, Scheduler, SchedulerLimits, Ticket, by_due
 from batching.select import Policy, choose
 from batching.shares import FairShares
@@ -27,6 +27,7 @@ from batching.window import Window
 
 Execute = Callable[[PackedBatch], Awaitable[Reads]]
 FAILURES_IN_A_ROW = 3  # failed passes after which the device is taken to be gone
+HOLD_TRIES = 3  # others may take the pages of a prefix in the moment between its pass and its use
 ESTIMATED = 256  # requests at the head of the queue whose work is counted again each tick
 
 
@@ -40,6 +41,18 @@ class Warmed:
 
     cached: int
     kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A prefix whose K/V is in pages. cached: tokens that were there before; scores: what computing the others cost.
+
+    Whoever holds must release the lease, by `Batcher.cache`.
+    """
+
+    lease: Lease
+    cached: int
+    scores: RequestScores | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +226,25 @@ class Batcher:
         kept = self.cache.pin(lease, now + keep, now)
         self.cache.release(lease)
         return Warmed(cached, kept)
+
+    async def hold(self, prefix: Ints, asked: Asked, deadline: float | None = None) -> Held:
+        """Computes a prefix, unless it is cached, and holds its pages. Raises as submit does, and QueueFull where the
+        pages are in use by others."""
+        request = TokenizedRequest(prefix, (PROBE,), tenant=asked.tenant, priority=asked.priority)
+        chain = self._chain(request)
+        cached, scores = self.cache.hit(chain), None
+        for _ in range(HOLD_TRIES):
+            there = scores is None and cached == len(prefix)  # its use counts as one, where no pass counts it
+            lease = self.cache.acquire(chain, self._clock()) if there else self.cache.held(chain)
+            if lease.written == len(prefix):
+                return Held(lease, cached, scores)
+            self.cache.release(lease)
+            scores = await self.submit(request, deadline)
+        raise QueueFull(f"the pages for a prefix of {len(prefix)} tokens are in use")
+
+    def give_up(self, reason: str) -> None:
+        """The device is gone, as someone else who uses it found out: whoever waits is told."""
+        self._give_up(reason)
 
     async def _ended(self, job: Job) -> RequestScores:
         if job.ticket.deadline is None:

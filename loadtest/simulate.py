@@ -78,7 +78,7 @@ async def _simulate(trace: Sequence[Call], setting: Setting, device: SimDevice) 
 
 async def _one(batcher: Batcher, call: Call, number: int, deadlines: bool) -> Outcome:
     clock = asyncio.get_running_loop().time
-    request = _request(call, number)
+    request = request_of(call, number)
     began = time.perf_counter()
     try:
         answer = await batcher.submit(request, call.at + call.profile.seconds if deadlines else None)
@@ -89,7 +89,7 @@ async def _one(batcher: Batcher, call: Call, number: int, deadlines: bool) -> Ou
     return Outcome(call, end=clock(), cached=answer.cached_prefix_tokens)
 
 
-def _request(call: Call, number: int) -> TokenizedRequest:
+def request_of(call: Call, number: int) -> TokenizedRequest:
     """Ids that differ where the trace's prefixes and documents do."""
     profile = call.profile
     own = 1000 + call.prefix_id * 50 + list(PROFILES).index(profile.name)
@@ -151,11 +151,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of virtual time for each trace (default: 60)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; needs the extra [plots]")
     args = parser.parse_args()
+    from loadtest.sim_mixed import mixed
     from loadtest.simulate_report import plot, report
 
     device = device_time()
     made = (policies(args.seconds, device), overload(args.seconds, device, (0.5, 0.8, 1.0, 1.5, 2.0, 3.0)))
-    print(report(*made, flood(args.seconds / 4, device), reuse(args.seconds, device)))
+    beams = mixed(args.seconds, device, MIX, 0.6 * capacity(MIX, device))
+    print(report(*made, flood(args.seconds / 4, device), reuse(args.seconds, device), beams))
     if args.plot:
         plot(args.plot, *made)
     return 0

@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from loadtest.sim_mixed import Mixed
 from loadtest.sim_result import Result
 
 
 def report(
-    policies: Mapping[str, Result], overload: Mapping[float, Result], flood: Result, reuse: Mapping[float, Result]
+    policies: Mapping[str, Result],
+    overload: Mapping[float, Result],
+    flood: Result,
+    reuse: Mapping[float, Result],
+    beams: Mapping[tuple[float, str], Mixed],
 ) -> str:
     """Markdown tables."""
-    return "\n".join([*_policies(policies), *_overload(overload), *_flood(flood), *_reuse(reuse)])
+    return "\n".join([*_policies(policies), *_overload(overload), *_flood(flood), *_reuse(reuse), *_beams(beams)])
 
 
 def _policies(results: Mapping[str, Result]) -> list[str]:
@@ -74,6 +79,23 @@ def _reuse(results: Mapping[float, Result]) -> list[str]:
             f"| {part:.0%} | {result.hit_ratio:.0%} | {result.busy / result.seconds:.0%} | "
             f"{1e3 * result.latency('titles', 0.99):.0f} |"
         )
+    return lines
+
+
+def _beams(results: Mapping[tuple[float, str], Mixed]) -> list[str]:
+    lines = [
+        "",
+        "Short and long calls at 60 % load without deadlines, and searches of 128 beams and 16 tokens over prompts of",
+        "1,024 beside them. p99 in milliseconds, and how many times that of scoring alone:",
+        "",
+        "| searches, of the device | their steps run | short p99 | long p99 | search p50 | search p99 |",
+        "|---|---|---|---|---|---|",
+    ]
+    alone = next(mixed.scoring for (part, _), mixed in results.items() if not part)
+    for (part, way), mixed in results.items():
+        cells = [f"{1e3 * ms:.0f} ({ms / alone.latency(kind, 0.99):.2f} x)" for kind, ms in mixed.p99.items()]
+        searches = [f"{1e3 * mixed.latency(q):.0f}" if mixed.searches else "-" for q in (0.5, 0.99)]
+        lines.append(f"| {part:.0%} | {way} | {' | '.join([*cells, *searches])} |")
     return lines
 
 

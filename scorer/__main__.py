@@ -120,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     told = "the engine alone on a GPU, beside its floor"
     model = command("model", measure_commands.bench_model, told, measure_commands.BENCH_MODEL_EXAMPLE, benches)
     measure_commands.add_bench_model(model)
+    told = "a decode step's attention by every way, and whole beam searches, on a GPU"
+    decode = command("decode", measure_commands.bench_decode, told, measure_commands.BENCH_DECODE_EXAMPLE, benches)
+    measure_commands.add_bench_decode(decode)
     told = "the service through gRPC, requests as token ids"
     serve = command("serve", measure_commands.bench_serve, told, measure_commands.BENCH_SERVE_EXAMPLE, benches)
     measure_commands.add_bench_serve(serve)

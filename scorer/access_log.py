@@ -37,3 +37,31 @@ def log_call(
             "seconds": round(seconds, 4),
         },
     )
+
+
+def log_search(
+    request: pb.BeamSearchRequest,
+    response: pb.BeamSearchResponse,
+    code: grpc.StatusCode,
+    seconds: float,
+    caller: Caller,
+) -> None:
+    """The same for a beam search."""
+    access_log.info(
+        "beam_search",
+        extra={
+            "request_id": request.request_id[:VALUE_CHARACTERS],
+            "tenant": request.tenant[:VALUE_CHARACTERS],
+            "caller": caller.name,
+            "code": code.name,
+            "num_beams": request.num_beams,
+            "max_new_tokens": request.max_new_tokens,
+            "prefix_tokens": response.usage.prefix_tokens,
+            "cached_prefix_tokens": response.usage.cached_prefix_tokens,
+            "sequences": len(response.sequences),
+            "computed_tokens": response.usage.computed_tokens,
+            "passes": response.passes,
+            "steps": response.steps,
+            "seconds": round(seconds, 4),
+        },
+    )

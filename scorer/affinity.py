@@ -9,7 +9,7 @@ from prefixrank.v1 import scorer_pb2 as pb
 HEADER = "x-prefixrank-affinity"
 
 
-def affinity(request: pb.ScoreRequest | pb.WarmPrefixRequest) -> str:
+def affinity(request: pb.ScoreRequest | pb.WarmPrefixRequest | pb.BeamSearchRequest) -> str:
     """A digest of the tenant and of the prefix as the caller gave it.
 
     Empty where there is no prefix of the caller's own: all that is then shared is the profile's template, and every

@@ -125,7 +125,9 @@ def build_request(query: str, documents: Sequence[str], **options: Unpack[Reques
     )
 
 
-def _metadata(request: pb.ScoreRequest | pb.WarmPrefixRequest | None, token: str | None) -> tuple[tuple[str, str], ...]:
+def _metadata(
+    request: pb.ScoreRequest | pb.WarmPrefixRequest | pb.BeamSearchRequest | None, token: str | None
+) -> tuple[tuple[str, str], ...]:
     found = affinity.affinity(request) if request is not None else ""
     own = ((affinity.HEADER, found),) if found else ()
     authorization = (("authorization", f"Bearer {token}"),) if token else ()
@@ -211,6 +213,15 @@ class ScorerClient:
         """Computes a prefix before its documents are known. Raises ScorerError."""
         try:
             return self._stub.WarmPrefix(request, timeout=timeout, metadata=_metadata(request, self._token))
+        except grpc.RpcError as error:
+            raise scorer_error(error) from None
+
+    def beam_search(
+        self, request: pb.BeamSearchRequest, timeout: float | None = DEFAULT_TIMEOUT
+    ) -> pb.BeamSearchResponse:
+        """Generates the most probable continuations of a prompt. Raises ScorerError."""
+        try:
+            return self._stub.BeamSearch(request, timeout=timeout, metadata=_metadata(request, self._token))
         except grpc.RpcError as error:
             raise scorer_error(error) from None
 
@@ -305,6 +316,15 @@ class AsyncScorerClient:
         """See ScorerClient.warm_prefix."""
         try:
             return await self._stub.WarmPrefix(request, timeout=timeout, metadata=_metadata(request, self._token))
+        except grpc.RpcError as error:
+            raise scorer_error(error) from None
+
+    async def beam_search(
+        self, request: pb.BeamSearchRequest, timeout: float | None = DEFAULT_TIMEOUT
+    ) -> pb.BeamSearchResponse:
+        """See ScorerClient.beam_search."""
+        try:
+            return await self._stub.BeamSearch(request, timeout=timeout, metadata=_metadata(request, self._token))
         except grpc.RpcError as error:
             raise scorer_error(error) from None
 

@@ -38,6 +38,8 @@ class Limits:
     max_tokens_per_document: int
     max_message_bytes: int
     vocabulary_size: int
+    max_num_beams: int = 0
+    max_beam_tokens: int = 0
 
 
 class Config(BaseModel):
@@ -99,6 +101,12 @@ class Config(BaseModel):
     cache_tokens: int = Field(
         16384, ge=0, description="tokens of prefix K/V kept for later passes and requests; 0: none"
     )
+    max_beam_tokens: int = Field(
+        8192, ge=0, description="generated tokens of all beams whose K/V there is room for; 0: no beam search"
+    )
+    constraints: dict[str, str] = Field(
+        {}, description="files of allowed sequences for beam search, as NAME=FILE,NAME=FILE or a table"
+    )
     kv_host_bytes: int = Field(0, ge=0, description="of host memory for prefix K/V that left the cache; 0: none")
     kv_file: str | None = Field(None, description="file for prefix K/V that left the cache; a local SSD's")
     kv_file_bytes: int = Field(8 * 1024 * MiB, ge=1, description="largest size of kv_file")
@@ -134,9 +142,9 @@ class Config(BaseModel):
     )
     require_golden: bool = Field(False, description="refuse to start on a profile without golden scores")
 
-    @field_validator("tenant_weights", mode="before")
+    @field_validator("tenant_weights", "constraints", mode="before")
     @classmethod
-    def _weights(cls, value: Any) -> Any:
+    def _pairs(cls, value: Any) -> Any:
         """From a flag or the environment it comes as text."""
         if not isinstance(value, str):
             return value

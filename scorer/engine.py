@@ -74,9 +74,16 @@ class Engine:
 
         Raises DeviceGone where the pass hangs: its thread cannot be stopped, and nothing runs behind it.
         """
+        return await self._in_time(self._execute(batch))
+
+    async def between(self, work: Callable[[], T]) -> T:
+        """Calls `work` on the device thread, between passes. Raises DeviceGone as `execute` does."""
+        return await self._in_time(on_thread(self._thread, work))
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self._max_pass_seconds) as patience:
-                return await self._execute(batch)
+                return await work
         except TimeoutError:
             if not patience.expired():  # what the pass itself raised
                 raise

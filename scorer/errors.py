@@ -8,6 +8,7 @@ PrefixRankError
 ├── Overloaded             load, and only load
 │   └── RateLimited        this caller's own load
 ├── DeadlineExceeded       the caller's deadline came first
+├── Unsupported            what this service was not started for
 ├── Unavailable            starting, draining, or the device is gone
 └── StartError             the service cannot start as configured (never on the wire)
     ├── ConfigError        an unknown or malformed setting
@@ -72,6 +73,10 @@ class Forbidden(PrefixRankError):
 
 class DeadlineExceeded(PrefixRankError):
     """The caller's deadline came first."""
+
+
+class Unsupported(PrefixRankError):
+    """What this service was not started for."""
 
 
 class Unavailable(PrefixRankError):

@@ -38,6 +38,7 @@ from scorer.pass_arrays import (
     places,
     token_buckets,
 )
+from scorer.pinned import Staging, to_host
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class FastPath:
             for split in {False, not mode.invariant}
         )
         self._ints = torch.zeros(most, dtype=torch.int32, device=model.device)
-        self._staging = [_Staging(most) for _ in range(IN_FLIGHT)]
+        self._staging = [Staging(most) for _ in range(IN_FLIGHT)]
         self._cached = self._make_cached(CACHED_TOKENS if kept_pages else 1)
         self._parts = self._make_parts(part_capacity(SPLIT_TOKENS, self._cut))
 
@@ -116,6 +117,11 @@ class FastPath:
                         self._capture(GraphKey(tokens, reads, with_pages, split))
         torch.cuda.synchronize()
         return time.perf_counter() - started
+
+    @property
+    def fused(self) -> FusedModel:
+        """The layers, for others who run them."""
+        return self._fused
 
     @property
     def graphs(self) -> int:
@@ -148,7 +154,7 @@ class FastPath:
         for copies in self._cached:
             copies.zero_()
 
-    def _next_staging(self) -> _Staging:
+    def _next_staging(self) -> Staging:
         self._staging.append(self._staging.pop(0))
         return self._staging[-1]
 
@@ -245,11 +251,11 @@ class FastPath:
         started = time.perf_counter()
         counts = np.diff(batch.read_indptr)
         if len(arrays.labels):
-            on_host = _to_host(logits[:count])
+            on_host = to_host(logits[:count])
         else:
-            on_host = _to_host(self._gathered(hidden, np.repeat(np.arange(count), counts), batch.read_ids))
+            on_host = to_host(self._gathered(hidden, np.repeat(np.arange(count), counts), batch.read_ids))
         wanted = np.flatnonzero(batch.normalize).astype(np.int32)
-        lse_host = _to_host(self._log_sum_exp(hidden, wanted)) if len(wanted) else None
+        lse_host = to_host(self._log_sum_exp(hidden, wanted)) if len(wanted) else None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
 
@@ -277,30 +283,6 @@ class FastPath:
     def _log_sum_exp(self, hidden: Tensor, wanted: Ints) -> Tensor:
         rows = hidden[torch.from_numpy(wanted).long().to(hidden.device, non_blocking=True)]
         return torch.cat([self._model.lse(rows[i : i + HEAD_ROWS]) for i in range(0, len(rows), HEAD_ROWS)])
-
-
-class _Staging:
-    """Pinned ints that travel in one piece."""
-
-    def __init__(self, size: int) -> None:
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=True)
-        self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def take(self) -> Ints:
-        """The memory, once its last upload is through."""
-        self._uploaded.synchronize()
-        array: Ints = self._host.numpy()
-        return array
-
-    def upload(self, to: Tensor, used: int) -> None:
-        to[:used].copy_(self._host[:used], non_blocking=True)
-        self._uploaded.record()
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A pinned copy, ready when the stream has come to it."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _some(array: Ints) -> Ints:

@@ -53,6 +53,14 @@ The engine alone on a GPU: Qwen3's shapes with seeded random weights in bf16, re
 request at a time; items/s: requests batched into passes of --pass-tokens, two in flight. Floors are an H200's: dense
 FLOPs / 790 TFLOP/s + attention FLOPs / 600 TFLOP/s. Exit codes: 0; 2 no GPU."""
 
+BENCH_DECODE_EXAMPLE = """example:
+  prefixrank bench decode --output results --size 0.6B   (measure, then write results/decode.md)
+  prefixrank bench decode --output results --report      (only write the report again)
+
+Attention: one layer, heads 16/8, head_dim 128, bf16, GPU-only milliseconds; a step and a search: a Qwen3's shape with
+random weights, until their continuations and sequences are on the host. The floor: every key read once at 4.3 TB/s, or
+600 TFLOP/s. FlashInfer's decode kernels are compiled when first used. Exit codes: 0; 2."""
+
 BENCH_SERVE_EXAMPLE = """example:
   prefixrank bench serve                                        (a server of its own, random weights, 0.6B's shape)
   prefixrank bench serve --target localhost:50051 --size 4B --output serve.jsonl
@@ -74,6 +82,20 @@ def bench_model(args: argparse.Namespace) -> int:
     from loadtest.bench_model import run
 
     return run(args.size or ["0.6B"], args.output, args.pass_tokens, args.profile, args.quantization)
+
+
+def add_bench_decode(parser: argparse.ArgumentParser) -> None:
+    told = "shape of the model; may be repeated (default: 0.6B)"
+    parser.add_argument("--size", action="append", choices=["0.6B", "4B", "8B"], help=told)
+    parser.add_argument("--output", type=Path, default=Path("bench-decode"), metavar="DIR", help="where rows go")
+    parser.add_argument("--quick", action="store_true", help="a part of the attention's grid")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the rows")
+
+
+def bench_decode(args: argparse.Namespace) -> int:
+    from loadtest.bench_decode import run
+
+    return run(args)
 
 
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
 
 from attention.plans import Strategy
+from batching.beams import Ended
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.batching_metrics import BatchingMetrics
 from scorer.drift import RESULTS
@@ -87,6 +88,8 @@ class Metrics:
         self.request_documents = histogram("request_documents", "Documents of an answered call", DOCUMENTS)
         self.request_tokens = histogram("request_tokens", "Prefix and item tokens of an answered call", TOKENS)
         self.in_flight = Gauge("prefixrank_in_flight_requests", "Score calls under way", registry=registry)
+        self.beam_sequences = counter("beam_sequences", "Sequences that beam searches returned, by end", "end", Ended)
+        self.beam_steps = counter("beam_steps", "Steps of answered beam searches")
         self.queue_tokens = Gauge("prefixrank_queue_tokens", "Tokens that wait for a pass", registry=registry)
         self.batching = BatchingMetrics(registry)
         self.model = Info("prefixrank_model", "What is served; no labels until it is loaded", registry=registry)
@@ -107,10 +110,22 @@ class Metrics:
             self.strategies.labels(pb.Strategy.Name(share.strategy).removeprefix("STRATEGY_").lower()).inc(
                 share.documents
             )
+        self.request_documents.observe(counted.total())
+        self._used(response)
+
+    def searched(self, response: pb.BeamSearchResponse) -> None:
+        """Counts one answered beam search."""
+        for sequence in response.sequences:
+            end = pb.FinishReason.Name(sequence.finish_reason).removeprefix("FINISH_REASON_").lower()
+            self.beam_sequences.labels(end).inc()
+        self.beam_steps.inc(response.steps)
+        self._used(response)
+
+    def _used(self, response: pb.ScoreResponse | pb.BeamSearchResponse) -> None:
+        """Stages and tokens of an answered call."""
         for stage in STAGES:
             self.stage_seconds.labels(stage).observe(getattr(response.timings, f"{stage}_seconds"))
         usage = response.usage
-        self.request_documents.observe(counted.total())
         self.request_tokens.observe(usage.prefix_tokens + usage.item_tokens)
         self.prefix.inc(usage.prefix_tokens)
         self.cached_prefix.inc(usage.cached_prefix_tokens)

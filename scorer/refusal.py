@@ -21,6 +21,7 @@ from scorer.errors import (
     Overloaded,
     Unauthenticated,
     Unavailable,
+    Unsupported,
     Violation,
 )
 
@@ -43,6 +44,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     NotAdmitted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Expired: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Unsupported: grpc.StatusCode.UNIMPLEMENTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     Closed: grpc.StatusCode.UNAVAILABLE,
 }

@@ -173,6 +173,7 @@ def model_info(runtime: Runtime, version: str) -> pb.GetModelInfoResponse:
         version=version,
         vocabulary_size=info.vocabulary_size,
         listwise=profile.listwise,
+        constraints=sorted(runtime.constraints),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,11 @@ from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
 from batching.select import Measured, Policy, Replayed, Threshold
 from batching.shares import FairShares
+from batching.trie import Trie
+from scorer.beam import MAX_BEAMS, BeamPages, BeamSearcher
+from scorer.beam_steps import ModelSteps, Steps
 from scorer.config import EMBEDDED, Config, Limits
+from scorer.constraints import read_constraints
 from scorer.embedded import embedded_model
 from scorer.engine import Engine
 from scorer.errors import ConfigError, ModelError, ProfileError
@@ -74,6 +79,10 @@ class Runtime:
     limits: Limits
     info: ModelInfo
     tiers: KvTiers | None = None
+    beams: BeamSearcher | None = None
+    no_beams: str = ""
+    constraints: Mapping[str, Trie] = field(default_factory=dict)
+    eos_ids: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, config: Config) -> Runtime:
@@ -93,31 +102,41 @@ class Runtime:
         tokenization = Tokenization(tokenizer, profile, limits, model.classes)
         _check_item_end(profile, model, tokenization)
         kept_pages = config.cache_tokens // config.page_size
+        no_beams = _no_beams(config, model)
+        beam_pages = 0 if no_beams else -(-config.max_beam_tokens // config.page_size)
+        lasting = kept_pages + beam_pages  # pages with ids below it outlive a pass
         time_model = _time_model(config)
-        kv_pages = _kv_pages(config, model, limits, kept_pages)
+        kv_pages = _kv_pages(config, model, limits, lasting)
         attention = _attention(config, model, kv_pages, time_model)
-        fast = _fast_path(config, model, limits, kv_pages, kept_pages)
+        fast = _fast_path(config, model, limits, kv_pages, kept_pages, lasting)
         patience = config.max_pass_seconds
-        engine = Engine(model, attention, config.page_size, kept_pages, fast=fast, max_pass_seconds=patience)
+        engine = Engine(model, attention, config.page_size, lasting, fast=fast, max_pass_seconds=patience)
         identity = b"".join(map(fingerprint, places(source))) + profile.revision.encode()
         tiers = make_tiers(config, model, kv_pages, engine, identity)
+        batcher = Batcher(
+            engine.execute,
+            BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens),
+            _policy(config, model, attention, time_model, fast is not None),
+            PrefixCache(PagePool(kept_pages), config.page_size),
+            scheduling=Scheduling(shares=FairShares(config.tenant_weights), passes_in_flight=1 if fast is None else 2),
+            salt=identity,
+            tiers=None if tiers is None else (tiers, tiers.rates()),
+        )
+        beams = None
+        if not no_beams:
+            pages = BeamPages(kept_pages, beam_pages, config.page_size)
+            beams = BeamSearcher(batcher, engine, _steps(config, model, limits, kv_pages, fast), pages)
         return cls(
             config=config,
             profile=profile,
             tokenization=tokenization,
             engine=engine,
-            batcher=Batcher(
-                engine.execute,
-                BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens),
-                _policy(config, model, attention, time_model, fast is not None),
-                PrefixCache(PagePool(kept_pages), config.page_size),
-                scheduling=Scheduling(
-                    shares=FairShares(config.tenant_weights), passes_in_flight=1 if fast is None else 2
-                ),
-                salt=identity,
-                tiers=None if tiers is None else (tiers, tiers.rates()),
-            ),
+            batcher=batcher,
             tiers=tiers,
+            beams=beams,
+            no_beams=no_beams,
+            constraints=read_constraints(config.constraints, tokenization.continuation, model.vocabulary),
+            eos_ids=model.eos_token_ids,
             limits=limits,
             info=ModelInfo(
                 model=EMBEDDED if config.model == EMBEDDED else model.name,
@@ -203,6 +222,17 @@ def _check_item_end(profile: Profile, model: ScoringModel, tokenization: Tokeniz
         )
 
 
+def _no_beams(config: Config, model: ScoringModel) -> str:
+    """Why there is no beam search; empty where there is one."""
+    if model.classes:
+        return f"{model.architecture} has no language-model head: it cannot generate"
+    if not config.max_beam_tokens:
+        return "the service was started without room for beams: max_beam_tokens is 0"
+    if not config.cache_tokens // config.page_size:
+        return "beams share their prompt's pages in the prefix cache: cache_tokens is 0"
+    return ""
+
+
 def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
     pass_tokens = config.max_pass_tokens or (INVARIANT_TOKENS if config.invariant else PASS_TOKENS[model.device.type])
     longest = config.max_context_tokens or (pass_tokens if model.device.type == "cuda" else model.max_context)
@@ -217,11 +247,13 @@ def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
         max_tokens_per_document=min(profile.limits.max_tokens_per_document, context),
         max_message_bytes=config.max_message_bytes,
         vocabulary_size=model.vocabulary,
+        max_num_beams=0 if _no_beams(config, model) else MAX_BEAMS,
+        max_beam_tokens=0 if _no_beams(config, model) else config.max_beam_tokens,
     )
 
 
 def _kv_pages(config: Config, model: ScoringModel, limits: Limits, kept_pages: int) -> KvPages:
-    """Kept pages, and on a GPU scratch pages for what a plan writes during a pass."""
+    """Pages that outlive a pass, and on a GPU scratch pages for what a plan writes during a pass."""
     scratch = 2 * (limits.max_pass_tokens + limits.max_context_tokens) // config.page_size + 2 * MAX_PASS_ITEMS
     return KvPages(kept_pages + (scratch if model.device.type == "cuda" else 0), config.page_size)
 
@@ -239,9 +271,9 @@ def _attention(config: Config, model: ScoringModel, kv_pages: KvPages, time_mode
 
 
 def _fast_path(
-    config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPages, kept_pages: int
+    config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPages, kept_pages: int, lasting: int
 ) -> FastPath | None:
-    """The hand-fused path with its graphs captured, or None with the reason told.
+    """The hand-fused path with its graphs captured, or None with the reason told. lasting: pages that outlive a pass.
 
     Raises ConfigError where a setting needs it and it cannot be.
     """
@@ -256,7 +288,7 @@ def _fast_path(
 
     mode = Mode(fp8, invariant)
     try:
-        fast = FastPath(model, kv_pages, kept_pages, limits.max_context_tokens, limits.max_pass_tokens, mode)
+        fast = FastPath(model, kv_pages, lasting, limits.max_context_tokens, limits.max_pass_tokens, mode)
         seconds = fast.capture(paged=kept_pages > 0)
     except torch.OutOfMemoryError:
         raise
@@ -269,6 +301,21 @@ def _fast_path(
     if fp8:
         log.info("fp8: q, k, v, output, gate, up and down projections of every layer; all else as it is")
     return fast
+
+
+def _steps(config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPages, fast: FastPath | None) -> Steps:
+    """The beams' steps: captured where there is the hand-fused path, else by the model's modules."""
+    if fast is None:
+        return ModelSteps(model, kv_pages)
+    from scorer.fast_beams import FastBeams
+
+    history = config.max_beam_tokens + 2 * MAX_BEAMS
+    beams = FastBeams(
+        model, fast.fused, kv_pages, limits.max_context_tokens, history, _time_model(config).decode.choose
+    )
+    seconds = beams.capture()
+    log.info("beam steps: %d CUDA graphs captured in %.1f s", beams.graphs, seconds)
+    return beams
 
 
 def _no_fast_path(config: Config, model: ScoringModel) -> str:

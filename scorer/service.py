@@ -21,7 +21,8 @@ from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.access import ANYONE, Access, Caller
-from scorer.access_log import log_call
+from scorer.access_log import log_call, log_search
+from scorer.beam_service import beam_search
 from scorer.config import MiB
 from scorer.drift import Sampler, check_forever
 from scorer.errors import InvalidRequest, Overloaded, Unavailable
@@ -44,7 +45,7 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
-SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix"))
+SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix", "BeamSearch"))
 
 TOKENIZER_THREADS = 2
 # Ids need no tokenizer, only Python, which one thread runs at a time: for a small request another thread costs more
@@ -71,6 +72,9 @@ def register(service: ScorerService, server: grpc.aio.Server) -> None:
         ),
         "WarmPrefix": grpc.unary_unary_rpc_method_handler(
             service.WarmPrefix, _decoder(pb.WarmPrefixRequest), pb.WarmPrefixResponse.SerializeToString
+        ),
+        "BeamSearch": grpc.unary_unary_rpc_method_handler(
+            service.BeamSearch, _decoder(pb.BeamSearchRequest), pb.BeamSearchResponse.SerializeToString
         ),
         "GetModelInfo": grpc.unary_unary_rpc_method_handler(
             service.GetModelInfo, _decoder(pb.GetModelInfoRequest), pb.GetModelInfoResponse.SerializeToString
@@ -251,6 +255,41 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             await abort(context, refusal)
         finally:
             self._leave(code)
+
+    async def BeamSearch(  # noqa: N802
+        self,
+        request: pb.BeamSearchRequest | Undecodable,
+        context: grpc.aio.ServicerContext[pb.BeamSearchRequest, pb.BeamSearchResponse],
+    ) -> pb.BeamSearchResponse:
+        """Generates the most probable continuations of a prompt; see the proto."""
+        started, response, caller = time.perf_counter(), pb.BeamSearchResponse(), ANYONE
+        span = self._tracer.begin(trace_of(context.invocation_metadata()), "BeamSearch")
+        code = grpc.StatusCode.CANCELLED
+        self._enter()
+        try:
+            remaining = context.time_remaining()
+            deadline = None if remaining is None else time.monotonic() + remaining
+            caller = self.access.caller(authorization(context.invocation_metadata()))
+            asked = _decoded(request)
+            asked.tenant = caller.tenant_of(asked.tenant)
+            self.access.count(caller)
+            response = await beam_search(self._accepting(), asked, deadline, self._on_tokenizer)
+            self._metrics.searched(response)
+            code = grpc.StatusCode.OK
+            return response
+        except asyncio.CancelledError:
+            if remaining is not None and _is_over(remaining, time.perf_counter() - started):
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+            raise
+        except Exception as error:  # noqa: BLE001  every call ends with a status
+            refusal = self._refusal(error)
+            code = refusal.code
+            await abort(context, refusal)
+        finally:
+            self._leave(code)
+            span.end(response, code)
+            read = pb.BeamSearchRequest() if isinstance(request, Undecodable) else request
+            log_search(read, response, code, time.perf_counter() - started, caller)
 
     async def GetModelInfo(  # noqa: N802
         self,

@@ -121,7 +121,17 @@ class Tokenization:
         """The last token of every item that is written by the template; None where the item ends with the query."""
         return None if self._fixed_tail is None else int(self._fixed_tail.ids[-1])
 
-    def prefix(self, request: pb.WarmPrefixRequest) -> Ints:
+    def continuation(self, text: str) -> Ints | None:
+        """A text as what may follow a prompt: no control tokens, no space of the tokenizer's own before it. None where
+        it cannot be written so."""
+        encoded = self._encoder.user_text(text, starts=False)
+        return None if encoded.unwritable else encoded.ids
+
+    def text(self, ids: Ints) -> str:
+        """What these tokens write, without control tokens."""
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+    def prefix(self, request: pb.WarmPrefixRequest | pb.BeamSearchRequest) -> Ints:
         """The ids of a prefix alone. Raises InvalidRequest naming every bad field."""
         asked = pb.ScoreRequest(tenant=request.tenant)
         if (which := request.WhichOneof("prefix")) is not None:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 CARRIED = ("traceparent", "tracestate")
 NO_TRACE: Mapping[str, str] = MappingProxyType({})
 STAGES = ("tokenize", "queue", "plan", "forward")  # in this order, and they do not overlap
-NAME = "prefixrank.v1.ScorerService/Score"
+SERVICE = "prefixrank.v1.ScorerService"
+
+Answer = pb.ScoreResponse | pb.BeamSearchResponse
 
 
 def trace_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> Mapping[str, str]:
@@ -32,7 +34,7 @@ class Span(ABC):
     """One call under way."""
 
     @abstractmethod
-    def end(self, response: pb.ScoreResponse, code: grpc.StatusCode) -> None:
+    def end(self, response: Answer, code: grpc.StatusCode) -> None:
         """The call has ended. response: empty unless it was answered."""
 
 
@@ -40,8 +42,8 @@ class Tracer(ABC):
     """Where calls' spans go."""
 
     @abstractmethod
-    def begin(self, trace: Mapping[str, str]) -> Span:
-        """A call begins now. trace: the caller's W3C trace context."""
+    def begin(self, trace: Mapping[str, str], method: str = "Score") -> Span:
+        """A call of this method begins now. trace: the caller's W3C trace context."""
 
     @abstractmethod
     def close(self) -> None:
@@ -49,7 +51,7 @@ class Tracer(ABC):
 
 
 class _NoSpan(Span):
-    def end(self, response: pb.ScoreResponse, code: grpc.StatusCode) -> None:
+    def end(self, response: Answer, code: grpc.StatusCode) -> None:
         return None
 
 
@@ -58,7 +60,7 @@ class NoTracer(Tracer):
 
     _span = _NoSpan()
 
-    def begin(self, trace: Mapping[str, str]) -> Span:
+    def begin(self, trace: Mapping[str, str], method: str = "Score") -> Span:
         return self._span
 
     def close(self) -> None:
@@ -92,15 +94,15 @@ class OtelTracer(Tracer):
         self._tracer = provider.get_tracer("prefixrank")
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, trace: Mapping[str, str]) -> Span:
+    def begin(self, trace: Mapping[str, str], method: str = "Score") -> Span:
         from opentelemetry.trace import SpanKind
 
         context = self._propagator.extract(dict(trace))
         now = time.time_ns()
-        span = self._tracer.start_span(NAME, context, SpanKind.SERVER, start_time=now)
+        span = self._tracer.start_span(f"{SERVICE}/{method}", context, SpanKind.SERVER, start_time=now)
         return _OtelSpan(self, span, now)
 
-    def stages(self, parent: OtelSpan, response: pb.ScoreResponse, began: int) -> None:
+    def stages(self, parent: OtelSpan, response: Answer, began: int) -> None:
         """A span for each stage of an answered call, one after the other."""
         from opentelemetry.trace import set_span_in_context
 
@@ -114,13 +116,19 @@ class OtelTracer(Tracer):
         self._provider.shutdown()
 
 
+def _answered(response: Answer) -> dict[str, int]:
+    if isinstance(response, pb.BeamSearchResponse):
+        return {"prefixrank.sequences": len(response.sequences), "prefixrank.steps": response.steps}
+    return {"prefixrank.documents": len(response.results)}
+
+
 class _OtelSpan(Span):
     def __init__(self, tracer: OtelTracer, span: OtelSpan, began: int) -> None:
         self._tracer = tracer
         self._span = span
         self._began = began
 
-    def end(self, response: pb.ScoreResponse, code: grpc.StatusCode) -> None:
+    def end(self, response: Answer, code: grpc.StatusCode) -> None:
         from opentelemetry.trace import Status, StatusCode
 
         usage = response.usage
@@ -128,7 +136,7 @@ class _OtelSpan(Span):
             {
                 "rpc.system": "grpc",
                 "rpc.grpc.status_code": code.value[0],
-                "prefixrank.documents": len(response.results),
+                **_answered(response),
                 "prefixrank.prefix_tokens": usage.prefix_tokens,
                 "prefixrank.cached_prefix_tokens": usage.cached_prefix_tokens,
                 "prefixrank.computed_tokens": usage.computed_tokens,

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from loadtest.sim_device import device_time
+from loadtest.sim_mixed import TURNS, WHOLE, mixed
 from loadtest.simulate import MIX, Setting, capacity, flood, overload, policies, simulate
 from loadtest.simulate_report import plot, report
 from loadtest.traces import PROFILES, calls
@@ -79,9 +80,24 @@ def test_a_trace_follows_its_rate_its_mix_and_its_bursts():
     assert sum(call.prefix_id < 20 for call in zipf) > 0.5 * len(zipf)
 
 
-def test_the_report_and_the_plot_show_every_row(by_policy, by_load, tmp_path):
-    told = report(by_policy, by_load, by_load[1.0], {0.5: _titles()})
-    for row in ("| ours |", "| first come |", "| 1 x |", "| 2 x |", "| 50% |"):
+@pytest.fixture(scope="module")
+def beams():
+    return mixed(6.0, DEVICE, MIX, 0.6 * capacity(MIX, DEVICE), (0.0, 0.2))
+
+
+def test_beam_searches_in_turns_cost_scoring_less_than_half_more(beams):
+    """At 60 % load of scoring, with searches that ask for a fifth of the device."""
+    alone, turns, whole = beams[0.0, TURNS], beams[0.2, TURNS], beams[0.2, WHOLE]
+    assert len(turns.searches) == len(whole.searches) > 30, "all are answered"
+    for kind in ("short", "bulk"):
+        assert turns.p99[kind] <= 1.5 * alone.p99[kind]
+        assert turns.p99[kind] < whole.p99[kind]
+    assert turns.latency(0.99) < 1.0, "and searches do not starve"
+
+
+def test_the_report_and_the_plot_show_every_row(by_policy, by_load, beams, tmp_path):
+    told = report(by_policy, by_load, by_load[1.0], {0.5: _titles()}, beams)
+    for row in ("| ours |", "| first come |", "| 1 x |", "| 2 x |", "| 50% |", "| 20% | in turns |"):
         assert row in told
     plot(tmp_path / "plot.png", by_policy, by_load)
     assert (tmp_path / "plot.png").stat().st_size > 10_000

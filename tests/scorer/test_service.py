@@ -158,6 +158,7 @@ class FakeRuntime:
             strategies=(Strategy.NAIVE, Strategy.MULTI_ITEM),
         )
         self.tiers = None
+        self.beams, self.no_beams, self.constraints = None, "a fake searches no beams", {}
         self.closed = False
 
     def close(self):

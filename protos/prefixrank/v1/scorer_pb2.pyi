@@ -223,6 +223,64 @@ WARM_STATUS_NOTHING_TO_WARM: WarmStatus.ValueType  # 3
 """The query of this profile stands in the items, which are never cached, or there is no cache."""
 global___WarmStatus = WarmStatus
 
+class _EarlyStopping:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EarlyStoppingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """The same as HEURISTIC."""
+    EARLY_STOPPING_HEURISTIC: _EarlyStopping.ValueType  # 1
+    """Once the best running beam, scored at its present length, is worse than the worst finished sequence: transformers'
+    early_stopping=False.
+    """
+    EARLY_STOPPING_FULL: _EarlyStopping.ValueType  # 2
+    """At once: transformers' True."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 3
+    """Once no running beam can become better, whatever length it gets: transformers' "never"."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a search that has num_beams finished sequences ends."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""The same as HEURISTIC."""
+EARLY_STOPPING_HEURISTIC: EarlyStopping.ValueType  # 1
+"""Once the best running beam, scored at its present length, is worse than the worst finished sequence: transformers'
+early_stopping=False.
+"""
+EARLY_STOPPING_FULL: EarlyStopping.ValueType  # 2
+"""At once: transformers' True."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
+"""Once no running beam can become better, whatever length it gets: transformers' "never"."""
+global___EarlyStopping = EarlyStopping
+
+class _FinishReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    FINISH_REASON_EOS: _FinishReason.ValueType  # 1
+    """Its last token is an eos token."""
+    FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
+    """It has max_new_tokens tokens."""
+    FINISH_REASON_CONSTRAINT: _FinishReason.ValueType  # 3
+    """It is an allowed sequence that no other continues, and there are no eos tokens."""
+
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why a sequence is finished."""
+
+FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+FINISH_REASON_EOS: FinishReason.ValueType  # 1
+"""Its last token is an eos token."""
+FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
+"""It has max_new_tokens tokens."""
+FINISH_REASON_CONSTRAINT: FinishReason.ValueType  # 3
+"""It is an allowed sequence that no other continues, and there are no eos tokens."""
+global___FinishReason = FinishReason
+
 @typing.final
 class TokenIds(google.protobuf.message.Message):
     """Token ids of the served model's tokenizer; each below the model's vocabulary size."""
@@ -809,6 +867,231 @@ class WarmPrefixResponse(google.protobuf.message.Message):
 global___WarmPrefixResponse = WarmPrefixResponse
 
 @typing.final
+class AllowedTokens(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    @property
+    def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenIds]: ...
+    def __init__(
+        self,
+        *,
+        sequences: collections.abc.Iterable[global___TokenIds] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sequences", b"sequences"]) -> None: ...
+
+global___AllowedTokens = AllowedTokens
+
+@typing.final
+class AllowedTexts(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: builtins.int
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Each is encoded on its own, without control tokens and without a space that a tokenizer puts before a text; write
+        the space that follows the prompt, if one does.
+        """
+
+    def __init__(
+        self,
+        *,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["texts", b"texts"]) -> None: ...
+
+global___AllowedTexts = AllowedTexts
+
+@typing.final
+class Constraint(google.protobuf.message.Message):
+    """What may be generated: nothing but the beginnings of allowed sequences. Where one is complete an eos token may follow,
+    and where no other continues it nothing else. A sequence longer than max_new_tokens is cut there, by LENGTH.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    TEXTS_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """One that the service was started with (--constraints); GetModelInfo lists them."""
+    @property
+    def tokens(self) -> global___AllowedTokens: ...
+    @property
+    def texts(self) -> global___AllowedTexts: ...
+    def __init__(
+        self,
+        *,
+        tokens: global___AllowedTokens | None = ...,
+        texts: global___AllowedTexts | None = ...,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["allowed", b"allowed", "name", b"name", "texts", b"texts", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["allowed", b"allowed", "name", b"name", "texts", b"texts", "tokens", b"tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["allowed", b"allowed"]) -> typing.Literal["tokens", "texts", "name"] | None: ...
+
+global___Constraint = Constraint
+
+@typing.final
+class BeamSearchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    QUERY_FIELD_NUMBER: builtins.int
+    RAW_TEXT_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    NUM_BEAMS_FIELD_NUMBER: builtins.int
+    MAX_NEW_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_RETURN_SEQUENCES_FIELD_NUMBER: builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    IGNORE_EOS_FIELD_NUMBER: builtins.int
+    CONSTRAINT_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Echoed in the response and in the logs."""
+    raw_text: builtins.str
+    """The whole prompt as text, as the caller rendered it: control tokens in it are control tokens."""
+    num_beams: builtins.int
+    max_new_tokens: builtins.int
+    num_return_sequences: builtins.int
+    """How many sequences to return, best first. 0: num_beams."""
+    length_penalty: builtins.float
+    """A sequence's score is the sum of its log-probabilities over (its length to this power). Absent: 1."""
+    early_stopping: global___EarlyStopping.ValueType
+    ignore_eos: builtins.bool
+    """No token ends a sequence."""
+    tenant: builtins.str
+    """Whose fair share this request counts against, and who may share its cached prompt: no other tenant does."""
+    priority: global___Priority.ValueType
+    @property
+    def query(self) -> global___QueryPrefix:
+        """The prompt is the profile's prefix; refused where the profile has no query there."""
+
+    @property
+    def token_ids(self) -> global___TokenIds:
+        """The whole prompt: nothing is added."""
+
+    @property
+    def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Empty: the checkpoint's own."""
+
+    @property
+    def constraint(self) -> global___Constraint: ...
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        query: global___QueryPrefix | None = ...,
+        raw_text: builtins.str = ...,
+        token_ids: global___TokenIds | None = ...,
+        num_beams: builtins.int = ...,
+        max_new_tokens: builtins.int = ...,
+        num_return_sequences: builtins.int = ...,
+        length_penalty: builtins.float | None = ...,
+        early_stopping: global___EarlyStopping.ValueType = ...,
+        eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        ignore_eos: builtins.bool = ...,
+        constraint: global___Constraint | None = ...,
+        tenant: builtins.str = ...,
+        priority: global___Priority.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_length_penalty", b"_length_penalty", "constraint", b"constraint", "length_penalty", b"length_penalty", "prefix", b"prefix", "query", b"query", "raw_text", b"raw_text", "token_ids", b"token_ids"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_length_penalty", b"_length_penalty", "constraint", b"constraint", "early_stopping", b"early_stopping", "eos_token_ids", b"eos_token_ids", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "max_new_tokens", b"max_new_tokens", "num_beams", b"num_beams", "num_return_sequences", b"num_return_sequences", "prefix", b"prefix", "priority", b"priority", "query", b"query", "raw_text", b"raw_text", "request_id", b"request_id", "tenant", b"tenant", "token_ids", b"token_ids"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_length_penalty", b"_length_penalty"]) -> typing.Literal["length_penalty"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["prefix", b"prefix"]) -> typing.Literal["query", "raw_text", "token_ids"] | None: ...
+
+global___BeamSearchRequest = BeamSearchRequest
+
+@typing.final
+class BeamSequence(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    SCORE_FIELD_NUMBER: builtins.int
+    TOKEN_LOG_PROBS_FIELD_NUMBER: builtins.int
+    FINISH_REASON_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """The tokens as text, without control tokens."""
+    score: builtins.float
+    finish_reason: global___FinishReason.ValueType
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Without the prompt; an eos token at its end is included."""
+
+    @property
+    def token_log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Natural-log probability of each token, under the whole vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        text: builtins.str = ...,
+        score: builtins.float = ...,
+        token_log_probs: collections.abc.Iterable[builtins.float] | None = ...,
+        finish_reason: global___FinishReason.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "score", b"score", "text", b"text", "token_ids", b"token_ids", "token_log_probs", b"token_log_probs"]) -> None: ...
+
+global___BeamSequence = BeamSequence
+
+@typing.final
+class BeamSearchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
+    TIMINGS_FIELD_NUMBER: builtins.int
+    PASSES_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
+    PROFILE_REVISION_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    passes: builtins.int
+    """Forward passes of the prompt (0 where all of it was cached), and steps of the search."""
+    steps: builtins.int
+    model: builtins.str
+    profile: builtins.str
+    profile_revision: builtins.str
+    @property
+    def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BeamSequence]:
+        """Best first. Fewer than asked for where the constraint allows no more."""
+
+    @property
+    def usage(self) -> global___Usage:
+        """prefix_tokens: of the prompt; item_tokens: of the sequences; saved_tokens: what each sequence with a prompt of its own
+        would have computed beyond computed_tokens.
+        """
+
+    @property
+    def timings(self) -> global___Timings: ...
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        sequences: collections.abc.Iterable[global___BeamSequence] | None = ...,
+        usage: global___Usage | None = ...,
+        timings: global___Timings | None = ...,
+        passes: builtins.int = ...,
+        steps: builtins.int = ...,
+        model: builtins.str = ...,
+        profile: builtins.str = ...,
+        profile_revision: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "passes", b"passes", "profile", b"profile", "profile_revision", b"profile_revision", "request_id", b"request_id", "sequences", b"sequences", "steps", b"steps", "timings", b"timings", "usage", b"usage"]) -> None: ...
+
+global___BeamSearchResponse = BeamSearchResponse
+
+@typing.final
 class GetModelInfoRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -851,6 +1134,8 @@ class Limits(google.protobuf.message.Message):
     DEFAULT_TOKENS_PER_DOCUMENT_FIELD_NUMBER: builtins.int
     MAX_TOKENS_PER_DOCUMENT_FIELD_NUMBER: builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
+    MAX_NUM_BEAMS_FIELD_NUMBER: builtins.int
+    MAX_BEAM_TOKENS_FIELD_NUMBER: builtins.int
     max_documents: builtins.int
     max_request_tokens: builtins.int
     """Tokens of prefix and items together; more is refused."""
@@ -863,6 +1148,10 @@ class Limits(google.protobuf.message.Message):
     """Default and upper limit of max_tokens_per_document."""
     max_tokens_per_document: builtins.int
     max_message_bytes: builtins.int
+    max_num_beams: builtins.int
+    """Of one beam search; 0: the service searches no beams."""
+    max_beam_tokens: builtins.int
+    """num_beams * (max_new_tokens - 1) of one beam search."""
     def __init__(
         self,
         *,
@@ -874,8 +1163,10 @@ class Limits(google.protobuf.message.Message):
         default_tokens_per_document: builtins.int = ...,
         max_tokens_per_document: builtins.int = ...,
         max_message_bytes: builtins.int = ...,
+        max_num_beams: builtins.int = ...,
+        max_beam_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["default_tokens_per_document", b"default_tokens_per_document", "max_context_tokens", b"max_context_tokens", "max_documents", b"max_documents", "max_message_bytes", b"max_message_bytes", "max_pass_tokens", b"max_pass_tokens", "max_query_tokens", b"max_query_tokens", "max_request_tokens", b"max_request_tokens", "max_tokens_per_document", b"max_tokens_per_document"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["default_tokens_per_document", b"default_tokens_per_document", "max_beam_tokens", b"max_beam_tokens", "max_context_tokens", b"max_context_tokens", "max_documents", b"max_documents", "max_message_bytes", b"max_message_bytes", "max_num_beams", b"max_num_beams", "max_pass_tokens", b"max_pass_tokens", "max_query_tokens", b"max_query_tokens", "max_request_tokens", b"max_request_tokens", "max_tokens_per_document", b"max_tokens_per_document"]) -> None: ...
 
 global___Limits = Limits
 
@@ -898,6 +1189,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     LISTWISE_FIELD_NUMBER: builtins.int
+    CONSTRAINTS_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     """The architecture's class name in transformers."""
@@ -921,6 +1213,10 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     def limits(self) -> global___Limits: ...
     @property
     def strategies(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___Strategy.ValueType]: ...
+    @property
+    def constraints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the constraints that BeamSearch knows."""
+
     def __init__(
         self,
         *,
@@ -939,8 +1235,9 @@ class GetModelInfoResponse(google.protobuf.message.Message):
         version: builtins.str = ...,
         vocabulary_size: builtins.int = ...,
         listwise: builtins.bool = ...,
+        constraints: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "device", b"device", "dtype", b"dtype", "labels", b"labels", "limits", b"limits", "listwise", b"listwise", "model", b"model", "profile", b"profile", "profile_revision", b"profile_revision", "profile_verified", b"profile_verified", "score_kind", b"score_kind", "strategies", b"strategies", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "constraints", b"constraints", "device", b"device", "dtype", b"dtype", "labels", b"labels", "limits", b"limits", "listwise", b"listwise", "model", b"model", "profile", b"profile", "profile_revision", b"profile_revision", "profile_verified", b"profile_verified", "score_kind", b"score_kind", "strategies", b"strategies", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___GetModelInfoResponse = GetModelInfoResponse

@@ -49,6 +49,11 @@ class ScorerServiceStub(object):
                 request_serializer=prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixRequest.SerializeToString,
                 response_deserializer=prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixResponse.FromString,
                 _registered_method=True)
+        self.BeamSearch = channel.unary_unary(
+                '/prefixrank.v1.ScorerService/BeamSearch',
+                request_serializer=prefixrank_dot_v1_dot_scorer__pb2.BeamSearchRequest.SerializeToString,
+                response_deserializer=prefixrank_dot_v1_dot_scorer__pb2.BeamSearchResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/prefixrank.v1.ScorerService/GetModelInfo',
                 request_serializer=prefixrank_dot_v1_dot_scorer__pb2.GetModelInfoRequest.SerializeToString,
@@ -88,6 +93,18 @@ class ScorerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeamSearch(self, request, context):
+        """Generates the most probable continuations of one prompt by beam search, all beams over one copy of the prompt's K/V.
+
+        Sequences and scores are those of transformers' generate(num_beams=...). Errors as of Score, and UNIMPLEMENTED where
+        the served model has no language-model head or the service has no room for beams (max_beam_tokens). The answer is
+        one message: a sequence that is finished early may still be displaced by better ones, so none is final before the
+        end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Says what is served: the model, its profile, labels, limits, strategies and the backend.
         """
@@ -112,6 +129,11 @@ def add_ScorerServiceServicer_to_server(servicer, server):
                     servicer.WarmPrefix,
                     request_deserializer=prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixRequest.FromString,
                     response_serializer=prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixResponse.SerializeToString,
+            ),
+            'BeamSearch': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeamSearch,
+                    request_deserializer=prefixrank_dot_v1_dot_scorer__pb2.BeamSearchRequest.FromString,
+                    response_serializer=prefixrank_dot_v1_dot_scorer__pb2.BeamSearchResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -200,6 +222,33 @@ class ScorerService(object):
             '/prefixrank.v1.ScorerService/WarmPrefix',
             prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixRequest.SerializeToString,
             prefixrank_dot_v1_dot_scorer__pb2.WarmPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeamSearch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixrank.v1.ScorerService/BeamSearch',
+            prefixrank_dot_v1_dot_scorer__pb2.BeamSearchRequest.SerializeToString,
+            prefixrank_dot_v1_dot_scorer__pb2.BeamSearchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,18 @@ class ScorerServiceStub:
     ]
     """Computes a prefix before its documents are known, so that a Score with the same prefix and tenant finds it cached."""
 
+    BeamSearch: grpc.UnaryUnaryMultiCallable[
+        prefixrank.v1.scorer_pb2.BeamSearchRequest,
+        prefixrank.v1.scorer_pb2.BeamSearchResponse,
+    ]
+    """Generates the most probable continuations of one prompt by beam search, all beams over one copy of the prompt's K/V.
+
+    Sequences and scores are those of transformers' generate(num_beams=...). Errors as of Score, and UNIMPLEMENTED where
+    the served model has no language-model head or the service has no room for beams (max_beam_tokens). The answer is
+    one message: a sequence that is finished early may still be displaced by better ones, so none is final before the
+    end.
+    """
+
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
         prefixrank.v1.scorer_pb2.GetModelInfoRequest,
         prefixrank.v1.scorer_pb2.GetModelInfoResponse,
@@ -85,6 +97,18 @@ class ScorerServiceAsyncStub:
         prefixrank.v1.scorer_pb2.WarmPrefixResponse,
     ]
     """Computes a prefix before its documents are known, so that a Score with the same prefix and tenant finds it cached."""
+
+    BeamSearch: grpc.aio.UnaryUnaryMultiCallable[
+        prefixrank.v1.scorer_pb2.BeamSearchRequest,
+        prefixrank.v1.scorer_pb2.BeamSearchResponse,
+    ]
+    """Generates the most probable continuations of one prompt by beam search, all beams over one copy of the prompt's K/V.
+
+    Sequences and scores are those of transformers' generate(num_beams=...). Errors as of Score, and UNIMPLEMENTED where
+    the served model has no language-model head or the service has no room for beams (max_beam_tokens). The answer is
+    one message: a sequence that is finished early may still be displaced by better ones, so none is final before the
+    end.
+    """
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
         prefixrank.v1.scorer_pb2.GetModelInfoRequest,
@@ -126,6 +150,20 @@ class ScorerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[prefixrank.v1.scorer_pb2.WarmPrefixResponse, collections.abc.Awaitable[prefixrank.v1.scorer_pb2.WarmPrefixResponse]]:
         """Computes a prefix before its documents are known, so that a Score with the same prefix and tenant finds it cached."""
+
+    @abc.abstractmethod
+    def BeamSearch(
+        self,
+        request: prefixrank.v1.scorer_pb2.BeamSearchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixrank.v1.scorer_pb2.BeamSearchResponse, collections.abc.Awaitable[prefixrank.v1.scorer_pb2.BeamSearchResponse]]:
+        """Generates the most probable continuations of one prompt by beam search, all beams over one copy of the prompt's K/V.
+
+        Sequences and scores are those of transformers' generate(num_beams=...). Errors as of Score, and UNIMPLEMENTED where
+        the served model has no language-model head or the service has no room for beams (max_beam_tokens). The answer is
+        one message: a sequence that is finished early may still be displaced by better ones, so none is final before the
+        end.
+        """
 
     @abc.abstractmethod
     def GetModelInfo(

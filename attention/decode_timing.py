@@ -1,0 +1,102 @@
+"""How long a decode step's attention takes by each strategy on one machine: a fitted law, and the rule that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attention.decode import DecodeStrategy
+
+Reals = NDArray[np.float64]
+
+
+class DecodePoint(NamedTuple):
+    """prompt: tokens; beams; own: tokens of each beam's history."""
+
+    prompt: int
+    beams: int
+    own: int
+
+
+def _features(strategy: DecodeStrategy, point: DecodePoint) -> list[float]:
+    """What a strategy's time is a sum of: a launch, keys that one CTA scans, keys that all of them scan."""
+    prompt, beams, own = (float(x) for x in point)
+    if strategy is DecodeStrategy.BATCH_DECODE:
+        return [1.0, prompt + own, beams * (prompt + own)]
+    return [1.0, own, beams * own, prompt, beams * prompt, beams]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaw:
+    """Milliseconds of one layer are the sum of features times these, none of which is negative."""
+
+    milliseconds: Mapping[DecodeStrategy, tuple[float, ...]]
+
+    def time(self, strategy: DecodeStrategy, point: DecodePoint) -> float:
+        """Predicted milliseconds of one layer."""
+        return float(np.dot(self.milliseconds[strategy], _features(strategy, point)))
+
+    def choose(self, point: DecodePoint) -> DecodeStrategy:
+        """The strategy that is predicted to be faster."""
+        return min(DecodeStrategy, key=lambda strategy: self.time(strategy, point))
+
+    @classmethod
+    def fit(cls, rows: Sequence[tuple[DecodeStrategy, DecodePoint, float]]) -> DecodeLaw:
+        """rows: (strategy, point, measured milliseconds); relative errors weigh alike. Raises ValueError where a
+        strategy has fewer rows than unknowns."""
+        found = {}
+        for strategy in DecodeStrategy:
+            mine = [(_features(strategy, point), ms) for s, point, ms in rows if s is strategy]
+            x, y = np.array([f for f, _ in mine]), np.array([ms for _, ms in mine])
+            if len(mine) < len(_features(strategy, DecodePoint(1, 1, 1))):
+                raise ValueError(f"{len(mine)} measurements of {strategy} are too few to fit")
+            found[strategy] = tuple(float(c) for c in _not_negative(x / y[:, None], np.ones(len(y))))
+        return cls(found)
+
+    def as_lists(self) -> dict[str, list[float]]:
+        """For JSON."""
+        return {strategy.value: list(terms) for strategy, terms in self.milliseconds.items()}
+
+    @classmethod
+    def of(cls, given: Mapping[str, Sequence[float]]) -> DecodeLaw:
+        """What `as_lists` gave. Raises KeyError, TypeError or ValueError where it is something else."""
+        law = cls({strategy: tuple(map(float, given[strategy.value])) for strategy in DecodeStrategy})
+        for strategy in DecodeStrategy:
+            law.time(strategy, DecodePoint(1, 1, 1))
+        return law
+
+
+def _not_negative(x: Reals, y: Reals) -> Reals:
+    """Least squares without negative parts, by leaving out the most negative until none is."""
+    used = np.ones(x.shape[1], np.bool_)
+    found = np.zeros(x.shape[1])
+    while used.any():
+        solved = np.linalg.lstsq(x[:, used], y, rcond=None)[0]
+        if (solved >= 0).all():
+            found[used] = solved
+            return found
+        used[np.flatnonzero(used)[np.argmin(solved)]] = False
+    return found
+
+
+def crossover(law: DecodeLaw, beams: int, own: int, among: Sequence[int]) -> int | None:
+    """The first of these prompt lengths from which on cascade_decode is predicted to be faster; None: at none."""
+    faster: Callable[[int], bool] = lambda prompt: (  # noqa: E731
+        law.choose(DecodePoint(prompt, beams, own)) is DecodeStrategy.CASCADE_DECODE
+    )
+    ordered = sorted(among)
+    return next((p for i, p in enumerate(ordered) if all(map(faster, ordered[i:]))), None)
+
+
+# One layer with heads 16/8 and head_dim 128 on an H200, from what its memory and its kernels reach, not measured: a
+# launch 3 us, two 6 us; 4.3 TB/s for each beam's own keys, 450 TFLOP/s for a prompt that all beams scan together.
+BUILT_IN = DecodeLaw(
+    {
+        DecodeStrategy.BATCH_DECODE: (0.003, 1.2e-5, 9.5e-7),
+        DecodeStrategy.CASCADE_DECODE: (0.006, 1.2e-5, 9.5e-7, 4e-7, 1.8e-8, 5e-6),
+    }
+)

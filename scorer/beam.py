@@ -1,0 +1,247 @@
+"""Beam searches beside scoring: the prompt through the batcher and its cache, then step after step between passes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from attention.decode import Decode
+from attention.layout import Ints
+from batching.batcher import Batcher, Held
+from batching.beams import Ancestry, BeamOptions, BeamState, Hypothesis
+from batching.errors import DeviceFailed, DeviceGone, Expired, QueueFull
+from batching.page_pool import PagePool
+from batching.scheduler import Asked
+from batching.trie import Trie
+from scorer.beam_steps import BeamStep, Stepped, Steps
+from scorer.errors import InvalidRequest
+
+T = TypeVar("T")
+
+MAX_BEAMS = 512
+MAX_SEARCHES = 64  # running or waiting; more are refused
+TURN_SECONDS = 0.004  # that a search's steps take between two passes: about as long as a small pass, or one step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamRequest:
+    """prompt: [P] token ids, at least one."""
+
+    prompt: Ints
+    options: BeamOptions
+    trie: Trie | None = None
+    asked: Asked = field(default_factory=Asked)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamResult:
+    """hypotheses: best first, fewer than num_beams where no more are possible. steps: of the search, prompt's last
+    token included. computed_tokens: of prompt and beams. Seconds as in RequestScores."""
+
+    hypotheses: tuple[Hypothesis, ...]
+    steps: int
+    computed_tokens: int
+    cached_prefix_tokens: int
+    passes: int
+    queue_seconds: float
+    plan_seconds: float
+    forward_seconds: float
+
+
+class Device(Protocol):
+    """What searches need of the engine."""
+
+    async def between(self, work: Callable[[], T]) -> T:
+        """Calls `work` where the device is used, between passes."""
+
+
+class BeamPages:
+    """The pages of the beams' own K/V: ids from `first` on, dealt out to whole searches in the order that they came."""
+
+    def __init__(self, first: int, pages: int, page_size: int) -> None:
+        self.tokens = pages * page_size
+        self._first = first
+        self._page_size = page_size
+        self._pool = PagePool(pages)
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    async def take(self, tokens: int) -> Ints:
+        """Page ids for so many tokens, as soon as they are free. Raises AssertionError where there never are."""
+        assert tokens <= self.tokens, "checked when the search was accepted"
+        count = -(-tokens // self._page_size)
+        async with self._turn:
+            while self._pool.free < count:
+                self._freed.clear()
+                await self._freed.wait()
+        return np.array([self._pool.take() for _ in range(count)], np.int32) + np.int32(self._first)
+
+    def give_back(self, pages: Ints) -> None:
+        for page in reversed((pages - np.int32(self._first)).tolist()):
+            self._pool.release(page)
+        self._freed.set()
+
+    def slots(self, pages: Ints, tokens: Ints) -> Ints:
+        """Where the tokens with these numbers of a search lie."""
+        size = np.int32(self._page_size)
+        slots: Ints = (pages[tokens // size] * size + tokens % size).astype(np.int32)
+        return slots
+
+
+class BeamSearcher:
+    """Runs searches to their end, a few steps between two passes. Lives on the batcher's event loop."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        engine: Device,
+        steps: Steps,
+        pages: BeamPages,
+        clock: Callable[[], float] = time.monotonic,
+        turn_seconds: float = TURN_SECONDS,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """turn_seconds: of steps between two passes, by the timer."""
+        self._batcher = batcher
+        self._engine = engine
+        self._steps = steps
+        self._pages = pages
+        self._clock = clock
+        self._turn_seconds = turn_seconds
+        self._timer = timer
+        self._turn = asyncio.Lock()  # searches alternate, and scoring has its turn after each of theirs
+        self.under_way = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Generated tokens of one search whose K/V there is room for."""
+        return self._pages.tokens - 1
+
+    async def search(self, request: BeamRequest, deadline: float | None = None) -> BeamResult:
+        """deadline: in the clock's seconds. Cancelling the caller's task ends the search after the step that runs.
+
+        Raises InvalidRequest where it does not fit, QueueFull, Expired, and as Batcher.submit does.
+        """
+        self._check(request)
+        if self.under_way >= MAX_SEARCHES:
+            raise QueueFull(f"{self.under_way} beam searches are under way: the limit is {MAX_SEARCHES}")
+        self.under_way += 1
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - self._clock()) as patience:
+                return await self._search(request, deadline)
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            raise Expired("the deadline came before the end of this beam search") from None
+        finally:
+            self.under_way -= 1
+
+    def _check(self, request: BeamRequest) -> None:
+        slots = request.options.slots
+        if slots > self.max_tokens:
+            told = f"num_beams * (max_new_tokens - 1) of at most {self.max_tokens} (max_beam_tokens)"
+            raise InvalidRequest.of("max_new_tokens", told, slots)
+        cache = self._batcher.cache
+        room = cache.pool.pages * cache.page_size
+        if -(-(len(request.prompt) - 1) // cache.page_size) > cache.pool.pages:
+            raise InvalidRequest.of(
+                "prompt", f"at most {room} tokens, which the prefix cache holds", len(request.prompt)
+            )
+
+    async def _search(self, request: BeamRequest, deadline: float | None) -> BeamResult:
+        began = self._clock()
+        pages = await self._pages.take(1 + request.options.slots)
+        held: Held | None = None
+        try:
+            if len(request.prompt) > 1:
+                held = await self._batcher.hold(request.prompt[:-1], request.asked, deadline)
+            search = _Search(request, held, pages, self._pages, self._batcher.cache.page_size)
+            while not search.state.done:
+                async with self._turn:
+                    await self._run(search)
+            return search.result(self._clock() - began)
+        finally:
+            if held is not None:
+                self._batcher.cache.release(held.lease)
+            self._pages.give_back(pages)
+
+    async def _run(self, search: _Search) -> None:
+        try:
+            await self._engine.between(lambda: search.run(self._steps, self._turn_seconds, self._timer))
+        except DeviceGone as error:
+            self._batcher.give_up(str(error))
+            raise DeviceFailed(str(error)) from error
+        except NotANumber:
+            raise DeviceFailed("the model gave NaN in a beam step") from None
+        except Exception as error:
+            raise DeviceFailed(f"{type(error).__name__} in a beam step") from error
+
+
+class NotANumber(Exception):
+    """A step gave NaN."""
+
+
+class _Search:
+    """One search under way, and what it cost so far."""
+
+    def __init__(self, request: BeamRequest, held: Held | None, pages: Ints, of: BeamPages, page_size: int) -> None:
+        self.state = BeamState(request.options, request.trie)
+        self._request = request
+        self._held = held
+        self._prompt_pages = np.zeros(0, np.int32) if held is None else held.lease.pages
+        self._pages, self._of, self._page_size = pages, of, page_size
+        self._ancestry = Ancestry(request.options.num_beams)
+        self._steps = self._computed = 0
+        self._plan_seconds = self._forward_seconds = 0.0
+
+    def run(self, steps: Steps, seconds: float, timer: Callable[[], float]) -> None:
+        """Steps until the search is done or so much time is over, at least one. Raises NotANumber."""
+        end = timer() + seconds
+        while True:
+            stepped = steps.submit(self._step())()
+            if np.isnan(stepped.candidates.log_probs).any():
+                raise NotANumber
+            self._take(stepped)
+            if self.state.done or timer() >= end:
+                return
+
+    def _step(self) -> BeamStep:
+        prompt, state = self._request.prompt, self.state
+        return BeamStep(
+            tokens=state.tokens[:, -1] if state.length else prompt[-1:],
+            scores=state.scores,
+            decode=Decode(
+                self._page_size, self._prompt_pages, len(prompt) - 1, self._of.slots(self._pages, self._ancestry.slots)
+            ),
+            count=self._request.options.candidates,
+            pairs=state.wanted(),
+        )
+
+    def _take(self, stepped: Stepped) -> None:
+        self._steps += 1
+        self._computed += self.state.tokens.shape[0]
+        self._plan_seconds += stepped.plan_seconds
+        self._forward_seconds += stepped.forward_seconds
+        parents = self.state.advance(stepped.candidates)
+        if not self.state.done:
+            self._ancestry.fork(parents)
+
+    def result(self, elapsed: float) -> BeamResult:
+        scores = None if self._held is None else self._held.scores
+        plan = self._plan_seconds + (0.0 if scores is None else scores.plan_seconds)
+        forward = self._forward_seconds + (0.0 if scores is None else scores.forward_seconds)
+        return BeamResult(
+            hypotheses=tuple(self.state.finished),
+            steps=self._steps,
+            computed_tokens=self._computed + (0 if scores is None else scores.computed_tokens),
+            cached_prefix_tokens=0 if self._held is None else self._held.cached,
+            passes=0 if scores is None else scores.passes,
+            queue_seconds=max(0.0, elapsed - plan - forward),
+            plan_seconds=plan,
+            forward_seconds=forward,
+        )

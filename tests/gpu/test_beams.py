@@ -1,0 +1,130 @@
+"""Beam steps by the hand-fused layers and CUDA graphs. Run: pytest -m gpu tests/gpu
+
+Without a GPU the kernels run in Triton's interpreter, without graphs: TRITON_INTERPRET=1 pytest -m gpu
+tests/gpu/test_beams.py
+"""
+
+import asyncio
+import os
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with torch on a GPU machine")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs an NVIDIA GPU"),
+]
+
+from attention.decode import Decode, DecodeStrategy  # noqa: E402
+from attention.decode_kernel import DecodeBlocks  # noqa: E402
+from attention.kv_pages import KvPages  # noqa: E402
+from batching.beams import BeamOptions  # noqa: E402
+from batching.trie import Trie  # noqa: E402
+from loadtest.shapes import SIZES, random_model  # noqa: E402
+from scorer.beam import BeamRequest  # noqa: E402
+from scorer.beam_steps import BeamStep, ModelSteps  # noqa: E402
+from scorer.fast_beams import FastBeams  # noqa: E402
+from scorer.fused_model import FusedModel  # noqa: E402
+from tests.models import tiny  # noqa: E402
+from tests.scorer.test_beam import agree, by_transformers, prompt_of, searcher  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+BLOCKS = DecodeBlocks() if GPU else DecodeBlocks(rows=16, keys=16, own_keys=16)
+PAGE = 16
+# bf16 keeps 8 bits, and random weights leave all tokens about as probable: log-probabilities differ by hundredths.
+TOLERANCE = 0.05 if GPU else 1e-4
+
+
+@cache
+def model():
+    return random_model(SIZES["0.6B"], layers=4) if GPU else tiny("qwen3")
+
+
+@cache
+def fused():
+    return FusedModel(model(), 4096)
+
+
+def made(pages, strategy=DecodeStrategy.CASCADE_DECODE):
+    steps = FastBeams(model(), fused(), pages, 2048, 8192, lambda _: strategy, BLOCKS, tma=GPU)
+    if GPU:
+        steps.capture()
+    return steps
+
+
+def step_of(beams, own, prompt, consecutive, rng, **wanted):
+    pages = -(-prompt // PAGE)
+    table = np.arange(pages) if consecutive else rng.permutation(pages)
+    history = (pages + 1) * PAGE + rng.permutation(beams * own).reshape(beams, own)
+    decode = Decode(PAGE, table.astype(np.int32), prompt, history.astype(np.int32))
+    tokens = rng.integers(12, 200, beams).astype(np.int32)
+    return BeamStep(tokens, -rng.random(beams).astype(np.float32), decode, **({"count": 2 * beams} | wanted))
+
+
+def filled(pages, step):
+    """K/V of everything that the step reads, as some earlier pass might have left it."""
+    shape = (1, fused().kv_heads, fused().head_dim)
+    for layer in range(fused().layers):
+        k, v = pages.layer(layer, *torch.zeros(2, *shape, dtype=fused().dtype, device=DEVICE))
+        k.normal_()
+        v.normal_()
+
+
+CASES = [(1, 1, 0, True), (1, 1, 50, True), (5, 3, 33, False), (20, 2, 64, True)]
+if GPU:
+    CASES += [(33, 9, 1000, False), (128, 16, 1024, True), (512, 3, 1024, True), (300, 20, 100, False)]
+
+
+@pytest.mark.parametrize("strategy", DecodeStrategy)
+@pytest.mark.parametrize(("beams", "own", "prompt", "consecutive"), CASES)
+def test_a_step_is_that_of_the_models_modules(beams, own, prompt, consecutive, strategy):
+    rng = np.random.default_rng(beams)
+    step = step_of(beams, own, prompt, consecutive, rng)
+    pages = KvPages(2 + -(-prompt // PAGE) + -(-beams * own // PAGE), PAGE)
+    filled(pages, step)
+    everything = np.arange(model().vocabulary, dtype=np.int32)
+    pairs = (np.repeat(np.arange(beams, dtype=np.int32), len(everything)), np.tile(everything, beams))
+    plain = ModelSteps(model(), pages).submit(BeamStep(step.tokens, step.scores, step.decode, 0, pairs))()
+    expected = plain.candidates.log_probs.reshape(beams, -1)
+    steps = made(pages, strategy)
+    found = steps.submit(step)().candidates
+    assert len(found.tokens) == min(step.count, beams * len(everything))
+    np.testing.assert_allclose(found.log_probs, expected[found.beams, found.tokens], atol=TOLERANCE)
+    totals = np.sort((expected + step.scores[:, None]).ravel())[::-1][: len(found.tokens)]
+    np.testing.assert_allclose(np.sort(step.scores[found.beams] + found.log_probs)[::-1], totals, atol=TOLERANCE)
+    some = rng.integers(0, len(pairs[0]), 50)
+    asked = BeamStep(step.tokens, step.scores, step.decode, 0, (pairs[0][some], pairs[1][some]))
+    np.testing.assert_allclose(steps.submit(asked)().candidates.log_probs, expected.ravel()[some], atol=TOLERANCE)
+
+
+def search(request, fast):
+    async def run():
+        async with searcher(model(), steps=lambda _, pages: made(pages) if fast else ModelSteps(model(), pages)) as (
+            s,
+            _,
+        ):
+            return await s.search(request)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_whole_search(constrained):
+    """On a CPU it finds what transformers finds; on a GPU, in bf16 and over random weights, as good sequences as the
+    model's own modules do."""
+    prompt = prompt_of(40)
+    asked = BeamOptions(6, 5, eos_ids=(7, 11))
+    sequences = {tuple(row) for row in np.random.default_rng(1).integers(20, 60, (300, 3)).tolist()}
+    trie = Trie.of(sorted(sequences)) if constrained else None
+    found = search(BeamRequest(prompt, asked, trie), True).hypotheses
+    if not GPU:
+        agree(found, by_transformers(model(), prompt, asked, sequences if constrained else None))
+        return
+    plain = search(BeamRequest(prompt, asked, trie), False).hypotheses
+    assert len(found) == len(plain)
+    np.testing.assert_allclose([h.score for h in found], [h.score for h in plain], atol=TOLERANCE)
