@@ -27,6 +27,7 @@ class Limits:
     """What one request may ask. All are counts of tokens unless the name says otherwise.
 
     max_request_tokens refuses; max_pass_tokens splits. max_context_tokens bounds prefix and one item together.
+    cache_tokens are those of prefixes whose K/V may be kept.
     """
 
     max_documents: int
@@ -38,6 +39,7 @@ class Limits:
     max_tokens_per_document: int
     max_message_bytes: int
     vocabulary_size: int
+    cache_tokens: int = 0
 
 
 class Config(BaseModel):
@@ -85,19 +87,30 @@ class Config(BaseModel):
     max_documents: int = Field(2000, ge=1, description="documents of one request; more is refused")
     max_request_tokens: int = Field(4 * MiB, ge=1, description="tokens of one request; more is refused")
     max_pass_tokens: int = Field(
-        0, ge=0, description="tokens of one forward pass; a larger request is split; 0: 1024 on a CPU, 16384 on a GPU"
+        0,
+        ge=0,
+        description="tokens of one forward pass; a larger request is split; 0: 1024 on a CPU, 16384 on a GPU, or what "
+        "memory allows",
     )
     max_pass_seconds: float = Field(
         600.0, ge=0, description="a pass that takes longer is taken for a hung device, which ends the service; 0: never"
     )
     max_queue_tokens: int = Field(16 * MiB, ge=1, description="tokens waiting; above it calls are refused")
     max_context_tokens: int = Field(
-        0, ge=0, description="prefix and one item; 0: what the model was made for, on a GPU at most one pass"
+        0,
+        ge=0,
+        description="prefix and one item; 0: what the model was made for or memory allows, on a GPU at most one pass",
     )
 
     page_size: int = Field(16, ge=1, le=256, description="tokens of one K/V page")
-    cache_tokens: int = Field(
-        16384, ge=0, description="tokens of prefix K/V kept for later passes and requests; 0: none"
+    cache_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="tokens of prefix K/V kept for later passes and requests; 0: none, None: what memory allows, on a "
+        "CPU up to 16384",
+    )
+    memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="of the device's memory that is free at the start, what the service may take"
     )
     kv_host_bytes: int = Field(0, ge=0, description="of host memory for prefix K/V that left the cache; 0: none")
     kv_file: str | None = Field(None, description="file for prefix K/V that left the cache; a local SSD's")

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from attention.plans import HeadShape, MaskKey
 from attention.strategy import Attend
 from batching.types import Floats, Ints
+from scorer.chunks import Chunks
 from scorer.errors import ModelError
 from scorer.probe import LayerShape, probe, probed
 
@@ -78,6 +79,7 @@ class ScoringModel:
     head_shape   what all layers have in common, None if they differ, or their values from their keys
     mask_keys    the distinct (window, soft cap) pairs: a pass needs one plan for each
     decoder      the model without its head
+    chunks       of rows in which its position-wise layers run
     vocabulary   token ids that it takes, and has logits for where it has a language-model head
     classes      names of the classes of a sequence-classification head, by index; empty for a language-model head
     max_context  positions that the model was made for
@@ -96,7 +98,9 @@ class ScoringModel:
         self._weight, self._bias = head.weight, head.bias
         self._finish = _as_it_is if self.classes else _logit_transform(model.config.get_text_config())
         self.max_context, self.context_note = _max_context(model.config.get_text_config())
-        self.layers = tuple(probe(model, self.decoder, self.max_context))
+        layers, attentions = probe(model, self.decoder, self.max_context)
+        self.layers = tuple(layers)
+        self.chunks = Chunks(attentions, self.decoder)
         self.head_shape = _common_shape(self.layers, self.dtype)
         self.mask_keys = tuple(dict.fromkeys(layer.mask_key for layer in self.layers))
         embedded = len(_untyped(model, "get_input_embeddings")().weight)
@@ -106,6 +110,16 @@ class ScoringModel:
     def pad_token_id(self) -> int | None:
         """What transformers skips at the end of a sequence when it reads classes."""
         return cast("int | None", self.hf.config.get_text_config().pad_token_id)
+
+    @property
+    def head_rows(self) -> int:
+        """Tokens, or classes, of the head."""
+        return len(self._weight)
+
+    @property
+    def width(self) -> int:
+        """Of a hidden state."""
+        return int(self._weight.shape[1])
 
     @property
     def device(self) -> torch.device:

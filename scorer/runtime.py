@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,28 +22,22 @@ from scorer.config import EMBEDDED, Config, Limits
 from scorer.embedded import embedded_model
 from scorer.engine import Engine
 from scorer.errors import ConfigError, ModelError, ProfileError
-from scorer.fused_model import refusal
+from scorer.hand_fused import capture, prepare
 from scorer.kv_setup import fingerprint, make_tiers
 from scorer.kv_tiers import KvTiers
 from scorer.loading import find, load_model, places, tokenizer_place
+from scorer.memory import MemoryPlan
 from scorer.model import ScoringModel
 from scorer.profile import Profile, builtin_names, load_profile
 from scorer.selfcheck import TOLERANCE, check_golden, check_packing
+from scorer.sizing import MAX_PASS_ITEMS, plan_memory
 from scorer.tokenization import Tokenization, load_tokenizer
-
-if TYPE_CHECKING:
-    from scorer.fast_path import FastPath
+from scorer.worst_pass import warm_up
 
 log = logging.getLogger(__name__)
 
 EMBEDDED_PROFILE = "smollm2"
-# Cancelling, deadlines and other callers wait for one pass: long enough for the kernels, short enough for them.
-PASS_TOKENS = {"cpu": 1024, "cuda": 16_384}
-INVARIANT_TOKENS = 4096  # every pass costs as much as a full one
-FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 FP8_TOLERANCE = 1.0  # log-odds: FP8 moves them by tenths, a document that sees its neighbours by far more
-KEY_BLOCK = 64  # keys that the fused kernel takes at a time
-MAX_PASS_ITEMS = 1024  # with the tokens of a pass it bounds the pages that a plan may need
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +64,7 @@ class Runtime:
     engine: Engine
     batcher: Batcher
     limits: Limits
+    memory: MemoryPlan
     info: ModelInfo
     tiers: KvTiers | None = None
 
@@ -88,15 +81,17 @@ class Runtime:
         if model.context_note:
             log.warning("%s", model.context_note)
         _check_head(profile, model)
-        limits = _limits(config, profile, model)
+        prepared = prepare(config, model)
+        memory = plan_memory(config, model, None if prepared is None else prepared.needs)
+        limits = _limits(config, profile, model, memory)
         tokenizer = load_tokenizer(tokenizer_place(source), config.allow_download)
         tokenization = Tokenization(tokenizer, profile, limits, model.classes)
         _check_item_end(profile, model, tokenization)
-        kept_pages = config.cache_tokens // config.page_size
+        kept_pages = memory.cache_tokens // config.page_size
         time_model = _time_model(config)
-        kv_pages = _kv_pages(config, model, limits, kept_pages)
+        kv_pages = KvPages(kept_pages + memory.scratch_pages, config.page_size)
         attention = _attention(config, model, kv_pages, time_model)
-        fast = _fast_path(config, model, limits, kv_pages, kept_pages)
+        fast = None if prepared is None else capture(prepared, kv_pages, kept_pages, memory)
         patience = config.max_pass_seconds
         engine = Engine(model, attention, config.page_size, kept_pages, fast=fast, max_pass_seconds=patience)
         identity = b"".join(map(fingerprint, places(source))) + profile.revision.encode()
@@ -119,6 +114,7 @@ class Runtime:
             ),
             tiers=tiers,
             limits=limits,
+            memory=memory,
             info=ModelInfo(
                 model=EMBEDDED if config.model == EMBEDDED else model.name,
                 profile_revision=profile.revision,
@@ -134,6 +130,7 @@ class Runtime:
     def check(self) -> None:
         """The start's proofs: labels and seams, packed equals alone, golden scores. Blocks. Raises StartError."""
         self.tokenization.prove()
+        warm_up(self.engine, self.batcher.policy, self.memory)
         policy, tolerance = self.batcher.policy, self.tolerance
         found = check_packing(self.engine, self.tokenization, self.profile.kind, policy, tolerance)
         log.info("packed equals alone: %s", ", ".join(f"{d.strategy} within {d.score:.2g}" for d in found))
@@ -203,27 +200,20 @@ def _check_item_end(profile: Profile, model: ScoringModel, tokenization: Tokeniz
         )
 
 
-def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
-    pass_tokens = config.max_pass_tokens or (INVARIANT_TOKENS if config.invariant else PASS_TOKENS[model.device.type])
-    longest = config.max_context_tokens or (pass_tokens if model.device.type == "cuda" else model.max_context)
-    context = min(model.max_context, longest)
+def _limits(config: Config, profile: Profile, model: ScoringModel, memory: MemoryPlan) -> Limits:
+    context = memory.context_tokens
     return Limits(
         max_documents=config.max_documents,
         max_request_tokens=config.max_request_tokens,
-        max_pass_tokens=pass_tokens,
+        max_pass_tokens=memory.pass_tokens,
         max_context_tokens=context,
+        cache_tokens=memory.cache_tokens,
         max_query_tokens=min(profile.limits.max_query_tokens, context),
         default_tokens_per_document=min(profile.limits.default_tokens_per_document, context),
         max_tokens_per_document=min(profile.limits.max_tokens_per_document, context),
         max_message_bytes=config.max_message_bytes,
         vocabulary_size=model.vocabulary,
     )
-
-
-def _kv_pages(config: Config, model: ScoringModel, limits: Limits, kept_pages: int) -> KvPages:
-    """Kept pages, and on a GPU scratch pages for what a plan writes during a pass."""
-    scratch = 2 * (limits.max_pass_tokens + limits.max_context_tokens) // config.page_size + 2 * MAX_PASS_ITEMS
-    return KvPages(kept_pages + (scratch if model.device.type == "cuda" else 0), config.page_size)
 
 
 def _attention(config: Config, model: ScoringModel, kv_pages: KvPages, time_model: TimeModel) -> Attention:
@@ -236,56 +226,6 @@ def _attention(config: Config, model: ScoringModel, kv_pages: KvPages, time_mode
                 raise ModelError(f"--attention flashinfer: {error}") from None
             log.warning("attention runs on torch: %s", error)
     return make("torch", kv_pages)
-
-
-def _fast_path(
-    config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPages, kept_pages: int
-) -> FastPath | None:
-    """The hand-fused path with its graphs captured, or None with the reason told.
-
-    Raises ConfigError where a setting needs it and it cannot be.
-    """
-    fp8, invariant = config.quantization == "fp8", config.invariant
-    if reason := _no_fast_path(config, model):
-        if fp8 or invariant:
-            raise ConfigError(f"{'quantization fp8' if fp8 else 'invariant'} needs the hand-fused path: {reason}")
-        if model.device.type == "cuda":
-            log.warning("no hand-fused path: %s; the model runs by its own modules, operator by operator", reason)
-        return None
-    from scorer.fast_path import FastPath, Mode
-
-    mode = Mode(fp8, invariant)
-    try:
-        fast = FastPath(model, kv_pages, kept_pages, limits.max_context_tokens, limits.max_pass_tokens, mode)
-        seconds = fast.capture(paged=kept_pages > 0)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # what a compiler says of a GPU that nobody tried is not ours to list
-        if fp8 or invariant:
-            raise ModelError(f"the hand-fused path does not run on this GPU: {error}") from error
-        log.warning("the hand-fused path does not run on this GPU: %s; the model runs by its own modules", error)
-        return None
-    log.info("hand-fused path: %d CUDA graphs captured in %.1f s", fast.graphs, seconds)
-    if fp8:
-        log.info("fp8: q, k, v, output, gate, up and down projections of every layer; all else as it is")
-    return fast
-
-
-def _no_fast_path(config: Config, model: ScoringModel) -> str:
-    """Why there is none; empty where there is one."""
-    if model.device.type != "cuda":
-        return "it runs on an NVIDIA GPU"
-    if config.compile == "off":
-        return "--compile off"
-    if config.policy != "auto":
-        return f"--policy {config.policy} chooses among the other strategies"
-    if config.invariant and config.page_size % KEY_BLOCK:
-        return f"invariant wants pages that are whole blocks of keys: --page-size {KEY_BLOCK}"
-    if config.quantization == "fp8" and torch.cuda.get_device_capability(model.device) < FP8_CAPABILITY:
-        return "FP8 products need compute capability 8.9"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    return refusal(model)
 
 
 def _policy(config: Config, model: ScoringModel, attention: Attention, time_model: TimeModel, fast: bool) -> Policy:
