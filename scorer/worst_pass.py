@@ -40,7 +40,7 @@ def strategies(policy: Policy) -> list[Strategy]:
 
 
 def worst_passes(pass_tokens: int, context: int, strategies: Iterable[Strategy]) -> list[PackedBatch]:
-    """As many tokens as a pass may have: one prefix and item of the longest context, and short items behind a prefix."""
+    """As many tokens as a pass may have: a prefix and an item of the longest context, and short items behind one."""
     made = []
     for strategy in strategies:
         item = min(context - context // 2, MAX_ITEM_TOKENS)
