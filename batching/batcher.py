@@ -271,7 +271,7 @@ class Batcher:
                 elif self._jobs:  # all that waits is in a running pass, or its prefix on its way from a tier
                     await self._something()
         except Exception as error:
-            self._give_up(f"the batcher itself failed: {error!r}")  # or every caller would wait for ever
+            self.give_up(f"the batcher itself failed: {error!r}")  # or every caller would wait for ever
             raise
 
     async def _something(self) -> None:
@@ -289,7 +289,7 @@ class Batcher:
         self._passes.discard(running)
         self._work.set()
         if not running.cancelled() and (error := running.exception()) is not None:
-            self._give_up(f"the batcher itself failed: {error!r}")
+            self.give_up(f"the batcher itself failed: {error!r}")
 
     def _open_for(self) -> float:
         """Seconds that the batch stays open for others to join."""
@@ -400,11 +400,11 @@ class Batcher:
                 self._fail(part.job, failure)
         self._drop_left(parts)
         if isinstance(error, DeviceGone):
-            self._give_up(str(error))
+            self.give_up(str(error))
         elif self._failures >= FAILURES_IN_A_ROW:
-            self._give_up(f"{FAILURES_IN_A_ROW} passes in a row failed")
+            self.give_up(f"{FAILURES_IN_A_ROW} passes in a row failed")
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Nothing runs any more: whoever waits is told."""
         self._reason = reason
         self._gone.set()

@@ -53,6 +53,9 @@ class Config(BaseModel):
     allow_download: bool = Field(False, description="let --model name a repository on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and activations")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="GPUs, or processes on a CPU, over which the model is sharded; for serve"
+    )
     threads: int = Field(0, ge=0, description="torch threads on a CPU; 0: torch's own choice")
 
     host: str = Field("127.0.0.1", description="address to listen on")
@@ -204,6 +207,15 @@ def _from_file(file: Path | None) -> dict[str, Any]:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+
+
+def torchrun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int, int] | None:
+    """(rank, ranks, rank on this machine) as torchrun tells them; None where it did not start this process."""
+    environ = os.environ if environ is None else environ
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    rank, count, local = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return rank, count, local
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:

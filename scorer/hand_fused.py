@@ -103,6 +103,8 @@ def _no_fast_path(config: Config, model: ScoringModel) -> str:
     """Why there is none; empty where there is one."""
     if model.device.type != "cuda":
         return "it runs on an NVIDIA GPU"
+    if config.tensor_parallel > 1:
+        return "it holds all of the model, and --tensor-parallel shards it"
     if config.compile == "off":
         return "--compile off"
     if config.policy != "auto":

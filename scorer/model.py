@@ -83,11 +83,13 @@ class ScoringModel:
     vocabulary   token ids that it takes, and has logits for where it has a language-model head
     classes      names of the classes of a sequence-classification head, by index; empty for a language-model head
     max_context  positions that the model was made for
+    tell_alone   called before `alone` runs: other ranks that hold a shard must run the same
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         """Raises ModelError where a layer mixes tokens outside the AttentionInterface."""
         self.hf = model
+        self.tell_alone: Callable[[Ints, int], None] = _tell_nobody
         model.requires_grad_(False)
         model.train(False)
         self.name = name
@@ -188,6 +190,7 @@ class ScoringModel:
 
         For checks while nothing else runs: it switches the model's attention for the duration of the call.
         """
+        self.tell_alone(ids, keep)
         softcapped = any(key.soft_cap for key in self.mask_keys)
         self.hf.set_attn_implementation("eager" if softcapped else "sdpa")
         try:
@@ -223,6 +226,10 @@ def _common_shape(layers: Sequence[LayerShape], dtype: torch.dtype) -> HeadShape
     shapes = {(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, layer.scale) for layer in layers}
     heads, kv_heads, head_dim, value_dim, scale = shapes.pop()
     return None if shapes or value_dim != head_dim else HeadShape(heads, kv_heads, head_dim, scale, dtype)
+
+
+def _tell_nobody(ids: Ints, keep: int) -> None:
+    """One process holds all of the model."""
 
 
 def _as_it_is(raw: Tensor) -> Tensor:

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from attention.factory import make
-from attention.kv_pages import KvPages
 from attention.plans import Strategy
-from attention.strategy import Attention
-from attention.timing import TimeModel, built_in
 from batching.batcher import Batcher, BatcherLimits, Scheduling
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
 from batching.select import Measured, Policy, Replayed, Threshold
 from batching.shares import FairShares
 from scorer.config import EMBEDDED, Config, Limits
-from scorer.embedded import embedded_model
+from scorer.device import Device, load_device, source_of
 from scorer.engine import Engine
-from scorer.errors import ConfigError, ModelError, ProfileError
-from scorer.hand_fused import capture, prepare
+from scorer.errors import ModelError, ProfileError
 from scorer.kv_setup import fingerprint, make_tiers
 from scorer.kv_tiers import KvTiers
-from scorer.loading import find, load_model, places, tokenizer_place
+from scorer.loading import find, places, tokenizer_place
 from scorer.memory import MemoryPlan
 from scorer.model import ScoringModel
 from scorer.profile import Profile, builtin_names, load_profile
+from scorer.ranks import Place
 from scorer.selfcheck import TOLERANCE, check_golden, check_packing
-from scorer.sizing import MAX_PASS_ITEMS, plan_memory
+from scorer.sizing import MAX_PASS_ITEMS
 from scorer.tokenization import Tokenization, load_tokenizer
 from scorer.worst_pass import warm_up
 
@@ -69,33 +64,21 @@ class Runtime:
     tiers: KvTiers | None = None
 
     @classmethod
-    def load(cls, config: Config) -> Runtime:
-        """Loads and composes; blocks for seconds. Raises StartError."""
-        if config.threads:
-            torch.set_num_threads(config.threads)
+    def load(cls, config: Config, place: Place | None = None) -> Runtime:
+        """Loads and composes; blocks for seconds. place: of rank 0, where there are several. Raises StartError."""
         # The path before the profile, as the likelier mistake; the embedded model after it, as it may take a minute.
-        path = None if config.model == EMBEDDED else find(config.model, config.allow_download)
+        if config.model != EMBEDDED:
+            find(config.model, config.allow_download)
         profile = _profile(config)
-        source = str(embedded_model() if path is None else path)
-        model = load_model(source, config.dtype, config.device, config.allow_download)
-        if model.context_note:
-            log.warning("%s", model.context_note)
-        _check_head(profile, model)
-        prepared = prepare(config, model)
-        memory = plan_memory(config, model, None if prepared is None else prepared.needs)
-        limits = _limits(config, profile, model, memory)
+        device = load_device(config, place, lambda model: _check_head(profile, model))
+        model, engine = device.model, device.engine
+        limits = _limits(config, profile, model, device.memory)
+        source = source_of(config)
         tokenizer = load_tokenizer(tokenizer_place(source), config.allow_download)
         tokenization = Tokenization(tokenizer, profile, limits, model.classes)
         _check_item_end(profile, model, tokenization)
-        kept_pages = memory.cache_tokens // config.page_size
-        time_model = _time_model(config)
-        kv_pages = KvPages(kept_pages + memory.scratch_pages, config.page_size)
-        attention = _attention(config, model, kv_pages, time_model)
-        fast = None if prepared is None else capture(prepared, kv_pages, kept_pages, memory)
-        patience = config.max_pass_seconds
-        engine = Engine(model, attention, config.page_size, kept_pages, fast=fast, max_pass_seconds=patience)
         identity = b"".join(map(fingerprint, places(source))) + profile.revision.encode()
-        tiers = make_tiers(config, model, kv_pages, engine, identity)
+        tiers = make_tiers(config, model, device.kv_pages, engine, identity)
         return cls(
             config=config,
             profile=profile,
@@ -104,24 +87,24 @@ class Runtime:
             batcher=Batcher(
                 engine.execute,
                 BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens),
-                _policy(config, model, attention, time_model, fast is not None),
-                PrefixCache(PagePool(kept_pages), config.page_size),
+                _policy(config, device),
+                PrefixCache(PagePool(device.kept_pages), config.page_size),
                 scheduling=Scheduling(
-                    shares=FairShares(config.tenant_weights), passes_in_flight=1 if fast is None else 2
+                    shares=FairShares(config.tenant_weights), passes_in_flight=2 if device.fast else 1
                 ),
                 salt=identity,
                 tiers=None if tiers is None else (tiers, tiers.rates()),
             ),
             tiers=tiers,
             limits=limits,
-            memory=memory,
+            memory=device.memory,
             info=ModelInfo(
                 model=EMBEDDED if config.model == EMBEDDED else model.name,
                 profile_revision=profile.revision,
                 architecture=model.architecture,
                 dtype=str(model.dtype).removeprefix("torch."),
                 device=str(model.device),
-                backend=attention.name,
+                backend=engine.attention.name,
                 vocabulary_size=model.vocabulary,
                 strategies=tuple(Strategy),
             ),
@@ -154,11 +137,11 @@ class Runtime:
             self.tiers.close()
 
 
-def load_checked(config: Config) -> Runtime:
+def load_checked(config: Config, place: Place | None = None) -> Runtime:
     """Loads the model and proves it. Raises StartError, also where the GPU's memory does not hold what the limits ask
     for: at the start, where all of it is taken, and not under traffic."""
     try:
-        runtime = Runtime.load(config)
+        runtime = Runtime.load(config, place)
         try:
             runtime.check()
         except BaseException:
@@ -216,35 +199,14 @@ def _limits(config: Config, profile: Profile, model: ScoringModel, memory: Memor
     )
 
 
-def _attention(config: Config, model: ScoringModel, kv_pages: KvPages, time_model: TimeModel) -> Attention:
-    """The backend asked for; under 'auto' FlashInfer where it can, and torch with the reason told where it cannot."""
-    if config.attention == "flashinfer" or (config.attention == "auto" and model.device.type == "cuda"):
-        try:
-            return make("flashinfer", kv_pages, model.head_shape, time_model)
-        except ValueError as error:
-            if config.attention == "flashinfer":
-                raise ModelError(f"--attention flashinfer: {error}") from None
-            log.warning("attention runs on torch: %s", error)
-    return make("torch", kv_pages)
-
-
-def _policy(config: Config, model: ScoringModel, attention: Attention, time_model: TimeModel, fast: bool) -> Policy:
+def _policy(config: Config, device: Device) -> Policy:
     """How AUTO chooses."""
-    if fast:
+    if device.fast:
         return Replayed(only=config.invariant)
-    window = _shortest_window(model)
-    if config.policy == "measured" or (config.policy == "auto" and attention.name == "flashinfer"):
-        return Measured(time_model, window)
+    window = _shortest_window(device.model)
+    if config.policy == "measured" or (config.policy == "auto" and device.engine.attention.name == "flashinfer"):
+        return Measured(device.time_model, window)
     return Threshold(config.multi_item_max_tokens, window)
-
-
-def _time_model(config: Config) -> TimeModel:
-    if config.calibration is None:
-        return built_in()
-    try:
-        return TimeModel.read(Path(config.calibration).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"calibration {config.calibration}: {error}") from None
 
 
 def _shortest_window(model: ScoringModel) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -19,6 +20,9 @@ from scorer.memory import SMALLEST_PASS, Asked, FusedNeeds, Growth, MemoryPlan, 
 from scorer.model import HEAD_ROWS, HEAD_TOKENS, ScoringModel
 from scorer.probe import LayerShape
 
+if TYPE_CHECKING:
+    from scorer.parallel import Group
+
 log = logging.getLogger(__name__)
 
 # Cancelling, deadlines and other callers wait for one pass: long enough for the kernels, short enough for them.
@@ -32,14 +36,22 @@ PLAIN_ROWS = 256  # query rows that attention without a kernel takes at a time
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def plan_memory(config: Config, model: ScoringModel, fused: FusedNeeds | None) -> MemoryPlan:
+def plan_memory(
+    config: Config, model: ScoringModel, fused: FusedNeeds | None, group: Group | None = None
+) -> MemoryPlan:
     """The limits that this process serves with. Raises ConfigError where those asked for do not fit.
 
-    fused: what the hand-fused path takes, if there is one.
+    fused: what the hand-fused path takes, if there is one. group: ranks that serve with the same limits.
     """
     needs = needs_of(config, model, fused)
-    budget = needs.weights + int(config.memory_fraction * free_bytes(model.device))
-    plan = fit(budget, needs, _wanted(config, model))
+    free = free_bytes(model.device)
+    if group is not None:
+        free = group.least(free if model.device.type == "cuda" else free // group.count)
+    plan = fit(needs.weights + int(config.memory_fraction * free), needs, _wanted(config, model))
+    if group is not None:
+        plan = group.agreed(plan)
+        if group.rank:
+            return plan  # rank 0 tells it
     limits = (plan.pass_tokens, plan.context_tokens, plan.cache_tokens)
     log.info("memory: passes of %d tokens, contexts of %d, %d cached; %s", *limits, plan.told())
     return plan
