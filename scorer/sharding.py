@@ -3,7 +3,7 @@ tensors."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,18 +37,19 @@ def shard_plan(config: Any, model_class: Any, ranks: int) -> DistributedConfig:
 
 @torch.no_grad()
 def as_plain(model: nn.Module) -> None:
-    """Puts the shards of linear layers in the place of distributed tensors, which cost time in every call; whatever is
-    no layer of the plan is made whole. Every rank must call it."""
+    """Puts the shards of linear layers in the place of distributed tensors, which cost time in every call, and makes
+    embeddings whole again, which transformers shards where they are the head too. Every rank must call it."""
     whole: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
-                continue
-            if isinstance(module, nn.Linear) and "forward" in vars(module):  # transformers put its own in its place
-                setattr(module, name, _plain(cast(DTensor, parameter).to_local()))
-            elif isinstance(module, nn.Linear | nn.Embedding):
+        sharded = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        if isinstance(module, nn.Linear) and "forward" in vars(module):  # transformers' own, which sums over the ranks
+            for name, parameter in sharded.items():
+                setattr(module, name, _plain(parameter.to_local()))
+        elif sharded and isinstance(module, nn.Linear | nn.Embedding):
+            vars(module).pop("forward", None)
+            for name, parameter in sharded.items():
                 if id(parameter) not in whole:
-                    whole[id(parameter)] = _plain(cast(DTensor, parameter).full_tensor())
+                    whole[id(parameter)] = _plain(parameter.full_tensor())
                 setattr(module, name, whole[id(parameter)])
 
 

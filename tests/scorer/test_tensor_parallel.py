@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import grpc
@@ -22,6 +22,7 @@ from scorer.device import load_device
 from scorer.errors import ConfigError, ModelError
 from scorer.follower import obey
 from scorer.parallel import Alone, Forward, Scrub, Stop
+from scorer.profile import record_golden
 from scorer.ranks import Place, given_place, order, read_order
 from scorer.runtime import Runtime
 from scorer.sharding import shard_plan
@@ -40,28 +41,39 @@ SERVE = [sys.executable, "-m", "scorer"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "scorer"]
 
 
-@contextmanager
-def server(directory, tmp_path, command=SERVE, **settings):
-    """A server over two processes, and the client that waited for it."""
-    from scorer.profile import record_golden
+ON_CPU = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-    record_golden(profile := tmp_path / "profile.toml", PROFILE, ())
+
+@contextmanager
+def server(directory, tmp_path, command=SERVE, profile=None, environment=ON_CPU, **settings):
+    """A server over two processes, and the client that waited for it."""
+    if profile is None:
+        record_golden(profile := tmp_path / "profile.toml", PROFILE, ())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     flags = {"model": directory, "profile": profile, "port": port, "metrics_port": -1, "tensor_parallel": 2, **settings}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen([*command, "serve", *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / f"{port}.log"
+    with log.open("w") as written:
+        process = subprocess.Popen([*command, "serve", *arguments], env=environment, stderr=written)
     try:
         with ScorerClient(f"127.0.0.1:{port}") as client:
-            client.wait_until_serving(SECONDS)
-            yield SimpleNamespace(process=process, client=client, port=port)
+            wait_until_serving(client, process, log)
+            yield SimpleNamespace(process=process, client=client, port=port, log=log)
     finally:
         for each in (*psutil.Process(process.pid).children(recursive=True), process) if process.poll() is None else ():
             each.kill()
         process.wait(SECONDS)
-        process.stderr.close()
+
+
+def wait_until_serving(client, process, log):
+    for _ in range(SECONDS):
+        assert process.poll() is None, log.read_text()
+        with suppress(TimeoutError):
+            client.wait_until_serving(1)
+            return
+    raise AssertionError(f"not serving after {SECONDS} s: {log.read_text()}")
 
 
 def scores(client, **options):
@@ -85,7 +97,7 @@ def ended(processes):
 
 def test_scores_are_those_of_one_process_and_sigterm_ends_both(tmp_path):
     """Passes of 96 tokens: the call needs several, over pages that each process keeps for its heads."""
-    directory = tiny_model_dir(tmp_path / "model", "qwen3")
+    directory = tiny_model_dir(tmp_path / "model", "qwen3", tie_word_embeddings=True)
     expected = in_one_process(directory, tmp_path, max_pass_tokens=96)
     with server(directory, tmp_path, max_pass_tokens=96) as made:
         found = scores(made.client)
@@ -97,7 +109,7 @@ def test_scores_are_those_of_one_process_and_sigterm_ends_both(tmp_path):
         others = followers(made.process)
         assert len(others) == 1
         made.process.send_signal(signal.SIGTERM)
-        assert made.process.wait(SECONDS) == 0, made.process.stderr.read()
+        assert made.process.wait(SECONDS) == 0, made.log.read_text()
         assert ended(others)
 
 
@@ -119,7 +131,7 @@ def test_a_lost_rank_ends_the_service_and_does_not_hang_it(tmp_path):
         (other,) = followers(made.process)
         other.kill()
         assert made.process.wait(SECONDS) == 1
-        assert "rank 1 of 2 ended with exit code -9" in made.process.stderr.read()
+        assert "rank 1 of 2 ended with exit code -9" in made.log.read_text()
         with pytest.raises(ScorerError) as caught:
             made.client.score(QUERY, TEXTS[:1], timeout=5)
         assert caught.value.code is grpc.StatusCode.UNAVAILABLE
