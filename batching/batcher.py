@@ -242,10 +242,6 @@ class Batcher:
             scores = await self.submit(request, deadline)
         raise QueueFull(f"the pages for a prefix of {len(prefix)} tokens are in use")
 
-    def give_up(self, reason: str) -> None:
-        """The device is gone, as someone else who uses it found out: whoever waits is told."""
-        self._give_up(reason)
-
     async def _ended(self, job: Job) -> RequestScores:
         if job.ticket.deadline is None:
             return await job.done
@@ -303,7 +299,7 @@ class Batcher:
                 elif self._jobs:  # all that waits is in a running pass, or its prefix on its way from a tier
                     await self._something()
         except Exception as error:
-            self._give_up(f"the batcher itself failed: {error!r}")  # or every caller would wait for ever
+            self.give_up(f"the batcher itself failed: {error!r}")  # or every caller would wait for ever
             raise
 
     async def _something(self) -> None:
@@ -321,7 +317,7 @@ class Batcher:
         self._passes.discard(running)
         self._work.set()
         if not running.cancelled() and (error := running.exception()) is not None:
-            self._give_up(f"the batcher itself failed: {error!r}")
+            self.give_up(f"the batcher itself failed: {error!r}")
 
     def _open_for(self) -> float:
         """Seconds that the batch stays open for others to join."""
@@ -432,11 +428,11 @@ class Batcher:
                 self._fail(part.job, failure)
         self._drop_left(parts)
         if isinstance(error, DeviceGone):
-            self._give_up(str(error))
+            self.give_up(str(error))
         elif self._failures >= FAILURES_IN_A_ROW:
-            self._give_up(f"{FAILURES_IN_A_ROW} passes in a row failed")
+            self.give_up(f"{FAILURES_IN_A_ROW} passes in a row failed")
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Nothing runs any more: whoever waits is told."""
         self._reason = reason
         self._gone.set()

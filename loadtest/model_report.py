@@ -15,7 +15,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows: dict[Any, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        rows[row["size"], row["quantization"], tuple(row["shape"])] = row
+        mode = (row["quantization"], row.get("invariant", False))
+        rows[row["size"], *mode, tuple(row["shape"])] = row
     return list(rows.values())
 
 
@@ -29,6 +30,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    rows = [row for row in rows if not row.get("invariant")]
     kinds = list(dict.fromkeys((row["size"], row["quantization"]) for row in rows))
     figure, axis = plt.subplots(figsize=(11, 4), layout="constrained")
     width = 0.8 / max(1, len(kinds))

@@ -18,6 +18,8 @@ SATURATION: tuple[Shape, ...] = (
     (512, 64, 32), (2048, 64, 32), (512, 256, 32), (2048, 16, 128), (96, 32, 100), (8192, 64, 32),
 )  # fmt: skip
 SHAPES: tuple[Shape, ...] = (*SATURATION, (70, 90, 100), (120, 180, 10))
+# More and more items behind one prefix: beyond a pass they run as several over the same keys and values.
+SCALING: tuple[Shape, ...] = tuple((512, 64, items) for items in (32, 64, 128, 256, 512, 1000))
 DENSE_FLOPS = 790e12
 ATTENTION_FLOPS = 600e12
 BANDWIDTH = 4.3e12

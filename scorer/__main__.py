@@ -138,6 +138,10 @@ def _serve(args: argparse.Namespace) -> int:
     from scorer.server import serve
 
     logs.configure(config.log_format)
+    if config.tensor_parallel > 1:
+        from scorer.ranks import run
+
+        return _ended(run(config, serve))
     return _ended(asyncio.run(serve(config)))
 
 

@@ -27,6 +27,7 @@ class Limits:
     """What one request may ask. All are counts of tokens unless the name says otherwise.
 
     max_request_tokens refuses; max_pass_tokens splits. max_context_tokens bounds prefix and one item together.
+    cache_tokens are those of prefixes whose K/V may be kept.
     """
 
     max_documents: int
@@ -40,6 +41,7 @@ class Limits:
     vocabulary_size: int
     max_num_beams: int = 0
     max_beam_tokens: int = 0
+    cache_tokens: int = 0
 
 
 class Config(BaseModel):
@@ -53,6 +55,9 @@ class Config(BaseModel):
     allow_download: bool = Field(False, description="let --model name a repository on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and activations")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="GPUs, or processes on a CPU, over which the model is sharded; for serve"
+    )
     threads: int = Field(0, ge=0, description="torch threads on a CPU; 0: torch's own choice")
 
     host: str = Field("127.0.0.1", description="address to listen on")
@@ -87,19 +92,30 @@ class Config(BaseModel):
     max_documents: int = Field(2000, ge=1, description="documents of one request; more is refused")
     max_request_tokens: int = Field(4 * MiB, ge=1, description="tokens of one request; more is refused")
     max_pass_tokens: int = Field(
-        0, ge=0, description="tokens of one forward pass; a larger request is split; 0: 1024 on a CPU, 16384 on a GPU"
+        0,
+        ge=0,
+        description="tokens of one forward pass; a larger request is split; 0: 1024 on a CPU, 16384 on a GPU, or what "
+        "memory allows",
     )
     max_pass_seconds: float = Field(
         600.0, ge=0, description="a pass that takes longer is taken for a hung device, which ends the service; 0: never"
     )
     max_queue_tokens: int = Field(16 * MiB, ge=1, description="tokens waiting; above it calls are refused")
     max_context_tokens: int = Field(
-        0, ge=0, description="prefix and one item; 0: what the model was made for, on a GPU at most one pass"
+        0,
+        ge=0,
+        description="prefix and one item; 0: what the model was made for or memory allows, on a GPU at most one pass",
     )
 
     page_size: int = Field(16, ge=1, le=256, description="tokens of one K/V page")
-    cache_tokens: int = Field(
-        16384, ge=0, description="tokens of prefix K/V kept for later passes and requests; 0: none"
+    cache_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="tokens of prefix K/V kept for later passes and requests; 0: none, None: what memory allows, on a "
+        "CPU up to 16384",
+    )
+    memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="of the device's memory that is free at the start, what the service may take"
     )
     max_beam_tokens: int = Field(
         8192, ge=0, description="generated tokens of all beams whose K/V there is room for; 0: no beam search"
@@ -199,6 +215,15 @@ def _from_file(file: Path | None) -> dict[str, Any]:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+
+
+def torchrun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int, int] | None:
+    """(rank, ranks, rank on this machine) as torchrun tells them; None where it did not start this process."""
+    environ = os.environ if environ is None else environ
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    rank, count, local = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return rank, count, local
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:

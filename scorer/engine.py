@@ -11,19 +11,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from attention.layout import Layout
 from attention.planner import plan
 from attention.plans import MaskKey, Pages, Plan, Strategy
-from attention.strategy import Attention
+from attention.strategy import Attend, Attention
 from batching.errors import DeviceGone
 from batching.packing import alone
 from batching.types import PackedBatch, Reads
 from scorer.model import ScoringModel
 from scorer.threads import guarded, on_thread
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 HOPELESS = 4  # items run alone without one finite score after which no more are tried
@@ -44,6 +47,16 @@ class Fast(Protocol):
         """Removes what a pass may have left for later ones, after it met NaN."""
 
 
+class Peers(Protocol):
+    """Other ranks, each with a shard of the model. What changes their tensors is told before it is done here."""
+
+    def forward(self, batch: PackedBatch) -> None: ...
+
+    def scrub(self, first_page: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Engine:
     """Owns the model and its attention; whatever waits for the device runs on its thread, one call after the other."""
 
@@ -56,15 +69,18 @@ class Engine:
         planner: Planner = plan,
         fast: Fast | None = None,
         max_pass_seconds: float = 0.0,
+        peers: Peers | None = None,
     ) -> None:
         """kept_pages: page ids below it outlive a pass. planner: how a layout becomes a plan. fast: takes what it
-        can, the model's own modules the rest. max_pass_seconds: longer ones are taken for hung; 0: none is."""
+        can, the model's own modules the rest. max_pass_seconds: longer ones are taken for hung; 0: none is. peers:
+        run the same passes on their shards."""
         self.model = model
         self.attention = attention
         self._page_size = page_size
         self._kept_pages = kept_pages
         self._planner = planner
         self._fast = fast
+        self._peers = peers
         self._max_pass_seconds = max_pass_seconds or None
         self._waiting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reads")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
@@ -126,23 +142,47 @@ class Engine:
         for tried, number in enumerate(bad):
             if tried >= HOPELESS and not healed:
                 break  # it is the prefix, or the model
-            self.attention.scrub(self._kept_pages)
+            self._scrub()
             own = self._forward(alone(batch, number))
             share = batch.shares[number]
             reads.logits[batch.read_indptr[share.first] : batch.read_indptr[share.last]] = own.logits
             reads.lse[share.first : share.last] = own.lse
             healed += _finite(batch, reads, number)
-        self.attention.scrub(self._kept_pages)
+        self._scrub()
         if self._fast is not None:
             self._fast.scrub()
 
-    def _forward(self, batch: PackedBatch) -> Reads:
-        started = time.perf_counter()
+    def _scrub(self) -> None:
+        if self._peers is not None:
+            self._peers.scrub(self._kept_pages)
+        self.attention.scrub(self._kept_pages)
+
+    def shard(self, batch: PackedBatch) -> None:
+        """The part of a pass that falls to another rank than the first."""
+        self._hidden(batch, self._begin(batch))
+
+    def _begin(self, batch: PackedBatch) -> Attend:
         pages = Pages(self._page_size, self._kept_pages, batch.pages)
         plans = {key: self._plan(batch, pages, key) for key in self.model.mask_keys}
-        attend = self.attention.begin(batch.layout, pages, plans)
+        return self.attention.begin(batch.layout, pages, plans)
+
+    def _hidden(self, batch: PackedBatch, attend: Attend) -> Tensor:
+        """Hidden states of the read rows. Raises DeviceGone where a pass fails that other ranks are in: they wait for
+        sums that never come, or would take those of the next pass for them."""
+        try:
+            if self._peers is not None:
+                self._peers.forward(batch)
+            return self.model.forward(batch.input_ids, batch.position_ids, batch.read_rows, attend)
+        except Exception as error:
+            if self._peers is None:
+                raise
+            raise DeviceGone(f"a pass over several ranks failed: {type(error).__name__}: {error}") from error
+
+    def _forward(self, batch: PackedBatch) -> Reads:
+        started = time.perf_counter()
+        attend = self._begin(batch)
         planned = time.perf_counter()
-        hidden = self.model.forward(batch.input_ids, batch.position_ids, batch.read_rows, attend)
+        hidden = self._hidden(batch, attend)
         logits = self.model.logits(hidden, batch.read_indptr, batch.read_ids)
         lse = self.model.log_sum_exp(hidden, batch.normalize)
         return Reads(logits, lse, planned - started, time.perf_counter() - planned)
@@ -151,9 +191,11 @@ class Engine:
         return self._planner(batch.layout, batch.leaf_strategies, pages, key.window, key.soft_cap, batch.packed_rows)
 
     def close(self) -> None:
-        """Waits for the pass that runs, then ends the thread."""
+        """Waits for the pass that runs, then ends the thread, and the other ranks."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._waiting.shutdown(wait=True, cancel_futures=True)
+        if self._peers is not None:
+            self._peers.stop()
 
 
 def _finite(batch: PackedBatch, reads: Reads, number: int) -> bool:

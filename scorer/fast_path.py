@@ -46,6 +46,7 @@ IN_FLIGHT = 3  # passes whose arrays wait in pinned memory
 GATHER_ROWS = 4_096  # (read, token) pairs whose head rows are gathered at a time
 HEAD_ROWS = 512
 UNSPLIT = 1 << 30
+GRAPH_BYTES = 4 << 20  # what a captured graph takes beside the tensors in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class Mode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """A captured pass. ints: its arrays on the device; hidden [reads, width]; logits [reads, LABELS] fp32."""
+    """A captured pass, and where it leaves its results until the next one: hidden [reads, width]; logits
+    [reads, LABELS] fp32."""
 
     graph: torch.cuda.CUDAGraph
     hidden: Tensor
@@ -81,10 +83,12 @@ class FastPath:
         positions: int,
         most_tokens: int,
         mode: Mode = Mode(),
+        fused: FusedModel | None = None,
     ) -> None:
-        """positions: of the longest path. most_tokens: rows of a pass beyond which nothing is captured."""
+        """positions: of the longest path. most_tokens: rows of a pass beyond which nothing is captured. fused: of the
+        model, where it was made before."""
         self._model = model
-        self._fused = FusedModel(model, positions, mode.fp8)
+        self._fused = FusedModel(model, positions, mode.fp8) if fused is None else fused
         self._kv_pages = kv_pages
         self._kept_pages = kept_pages
         self._blocks = Blocks.of(self._fused.head_dim)
@@ -93,6 +97,9 @@ class FastPath:
         self._split_tokens = 0 if mode.invariant else SPLIT_TOKENS
         self._invariant = mode.invariant
         self._graphs: dict[GraphKey, Graph] = {}
+        # Passes follow one another on one stream, and each is fetched before the next begins: they share this memory.
+        self._hidden = torch.zeros(most_tokens, model.width, dtype=model.dtype, device=model.device)
+        self._logits = torch.zeros(most_tokens, LABELS, dtype=torch.float32, device=model.device)
         self._pool = torch.cuda.graph_pool_handle()
         most = max(
             places(GraphKey(most_tokens, most_tokens, True, split), self._cut)[1]
@@ -102,6 +109,21 @@ class FastPath:
         self._staging = [Staging(most) for _ in range(IN_FLIGHT)]
         self._cached = self._make_cached(CACHED_TOKENS if kept_pages else 1)
         self._parts = self._make_parts(part_capacity(SPLIT_TOKENS, self._cut))
+
+    @staticmethod
+    def sizes(model: ScoringModel, most_tokens: int, mode: Mode) -> tuple[int, int]:
+        """Bytes of graphs beside the largest one's activations, and of buffers beside graphs; prefixes kept."""
+        assert model.head_shape is not None, "the fused path's models have one"
+        heads, kv_heads, head_dim, _, dtype = model.head_shape
+        blocks = Blocks.of(head_dim)
+        cut = blocks.cut(heads, kv_heads)._replace(aligned=mode.invariant)
+        buckets = 1 if mode.invariant else len(token_buckets(most_tokens))
+        split = 0 if mode.invariant else len([size for size in token_buckets(most_tokens) if size <= SPLIT_TOKENS])
+        outputs = most_tokens * (model.width * dtype.itemsize + LABELS * 4)
+        parts = 4 * part_capacity(SPLIT_TOKENS, cut) * kv_heads * blocks.rows * (head_dim + 1)
+        ints = 4 * places(GraphKey(most_tokens, most_tokens, True, False), cut)[1]
+        cached = 2 * CACHED_TOKENS * kv_heads * head_dim * dtype.itemsize
+        return 4 * (buckets + split) * GRAPH_BYTES + outputs, parts + ints + cached
 
     def takes(self, batch: PackedBatch) -> bool:
         """Whether all of its items are to be computed this way."""
@@ -192,7 +214,11 @@ class FastPath:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side):
-            hidden, logits = self._run(views, key.paged, key.split)
+            results = self._run(views, key.paged, key.split)
+            hidden, logits = self._hidden[: key.reads], self._logits[: key.reads]
+            for kept, result in zip((hidden, logits), results, strict=True):
+                kept.copy_(result)
+            del results
         self._graphs[key] = Graph(graph, hidden, logits)
 
     @torch.inference_mode()

@@ -67,6 +67,7 @@ class FusedModel:
     """Rows in, final hidden states out. Final.
 
     heads, kv_heads, head_dim, scale, layers  of the model
+    chunk_rows  that the wide middle of the MLP exists for at a time
     """
 
     def __init__(self, model: ScoringModel, positions: int, fp8: bool = False) -> None:
@@ -84,6 +85,7 @@ class FusedModel:
         self._layers = tuple(_fuse(layer, fp8) for layer in decoder.layers)
         self.layers = len(self._layers)
         self.device = model.device
+        self.chunk_rows = MLP_ROWS
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, reads: Tensor | None, attend: FusedAttend) -> Tensor:
@@ -94,35 +96,56 @@ class FusedModel:
         x = self._embed(ids)
         y = rms_norm(x, self._layers[0].before_attention, self._eps, self._fp8)
         for number, layer in enumerate(self._layers):
-            mixed = self._attention(number, layer, y, positions, attend)
-            if number == self.layers - 1 and reads is not None:
-                mixed, x = mixed.index_select(0, reads), x.index_select(0, reads)
-            attended = layer.out(quantize(mixed) if self._fp8 else mixed)
-            y = add_rms_norm(x, attended, layer.before_mlp, self._eps, self._fp8)
             last = number == self.layers - 1
+            attended = self._attention(number, layer, y, positions, reads if last else None, attend)
+            if last and reads is not None:
+                x = x.index_select(0, reads)
+            y = add_rms_norm(x, attended, layer.before_mlp, self._eps, self._fp8)
+            del attended  # memory of the rows' width that the MLP may have
             after = self._norm if last else self._layers[number + 1].before_attention
             y = add_rms_norm(x, self._mlp(layer, y), after, self._eps, self._fp8 and not last)
         return cast(Tensor, y)
 
     def _mlp(self, layer: FusedLayer, y: Rows) -> Tensor:
         """In parts, so that its wide middle stays small."""
-        parts = [layer.down(silu_mul(layer.gate_up(part), self._fp8)) for part in _parts(y)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        first, *others = _parts(y, self.chunk_rows)
+        done = layer.down(silu_mul(layer.gate_up(first), self._fp8))
+        if not others:
+            return done
+        out, begin = done.new_empty((_rows(y), done.shape[1])), len(done)
+        out[:begin] = done
+        del done
+        for part in others:
+            end = begin + _rows(part)
+            out[begin:end] = layer.down(silu_mul(layer.gate_up(part), self._fp8))
+            begin = end
+        return out
 
-    def _attention(self, number: int, layer: FusedLayer, y: Rows, positions: Tensor, attend: FusedAttend) -> Tensor:
+    def _attention(
+        self, number: int, layer: FusedLayer, y: Rows, positions: Tensor, reads: Tensor | None, attend: FusedAttend
+    ) -> Tensor:
+        """[len(reads), hidden] what attention adds to the rows that are read; reads None: to every row."""
         qkv = layer.qkv(y)
         rotate(qkv, self.heads, self.kv_heads, self._table, positions, layer.norms, self._eps)
         sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         q, k, v = (part.view(len(qkv), -1, self.head_dim) for part in torch.split(qkv, sizes, dim=1))
-        return attend(number, q, k, v).flatten(1)
+        mixed = attend(number, q, k, v).flatten(1)
+        del qkv, q, k, v
+        if reads is not None:
+            mixed = mixed.index_select(0, reads)
+        return layer.out(quantize(mixed) if self._fp8 else mixed)
 
 
-def _parts(y: Rows) -> list[Rows]:
-    """At most MLP_ROWS rows each."""
+def _rows(y: Rows) -> int:
+    return len(y.values if isinstance(y, Quantized) else y)
+
+
+def _parts(y: Rows, rows: int) -> list[Rows]:
+    """At most so many rows each."""
     if isinstance(y, Quantized):
-        halves = (torch.split(part, MLP_ROWS) for part in y)
+        halves = (torch.split(part, rows) for part in y)
         return [Quantized(*pair) for pair in zip(*halves, strict=True)]
-    return list(torch.split(y, MLP_ROWS))
+    return list(torch.split(y, rows))
 
 
 def _fuse(layer: Any, fp8: bool) -> FusedLayer:

@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from scorer.quantized import FP8, FP8_MAX, Quantized, Rows
 
+BLOCK_ROWS = 4096  # the bodies in torch take so many rows at a time: their temporaries are in fp32
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantized: bool = False) -> Rows:
     """[n, width] like x: x over its root mean square, times weight."""
@@ -63,6 +65,20 @@ def rotate(
 
         fused_triton.rotate(qkv, heads, kv_heads, table, positions, norms, eps)
         return
+    for begin in range(0, len(qkv), BLOCK_ROWS):
+        rows = slice(begin, begin + BLOCK_ROWS)
+        _rotate(qkv[rows], heads, kv_heads, table, positions[rows], norms, eps)
+
+
+def _rotate(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    table: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> None:
     head_dim = table.shape[1]
     x = qkv[:, : (heads + kv_heads) * head_dim].view(len(qkv), heads + kv_heads, head_dim)
     if norms is not None:
@@ -84,5 +100,10 @@ def silu_mul(gate_up: Tensor, quantized: bool = False) -> Rows:
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if len(x) > BLOCK_ROWS:
+        out = torch.empty_like(x)
+        for begin in range(0, len(x), BLOCK_ROWS):
+            out[begin : begin + BLOCK_ROWS] = _norm(x[begin : begin + BLOCK_ROWS], weight, eps)
+        return out
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -44,7 +44,7 @@ def make_tiers(
     """None where the settings want none. identity: of model and profile. Raises ConfigError."""
     if not (config.kv_host_bytes or config.kv_file or config.kv_remote):
         return None
-    if not config.cache_tokens:
+    if config.cache_tokens == 0:
         raise ConfigError("kv_host_bytes, kv_file, kv_remote: they lie below the cache, and cache_tokens is 0")
     codec = CODECS[config.kv_codec]
     shapes = [_page_shape(layer.kv_heads, layer.head_dim, config.page_size) for layer in model.layers]

@@ -39,17 +39,20 @@ def places(source: str) -> tuple[str, ...]:
     return (source,) if adapter is None else (source, adapter.base)
 
 
-def load_model(source: str, dtype: str, device: str, allow_download: bool) -> ScoringModel:
+def load_model(source: str, dtype: str, device: str, allow_download: bool, ranks: int = 1) -> ScoringModel:
     """Loads a safetensors directory, a .gguf file, a LoRA adapter with its base model, or, if allowed, a repository of
     the hub.
 
-    dtype and device may be 'auto'. Raises ModelError.
+    dtype and device may be 'auto'. ranks: processes that each load a shard, all of which have joined a group. Raises
+    ModelError.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     where = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     path = find(source, allow_download)
     adapter = adapter_at(path)
-    model, missing = _load(source if adapter is None else adapter.base, dtype, where, allow_download, adapter)
+    if ranks > 1 and (adapter is not None or path.is_file()):
+        raise ModelError(f"model {source!r}: only a directory of safetensors can be loaded in shards")
+    model, missing = _load(source if adapter is None else adapter.base, dtype, where, allow_download, adapter, ranks)
     if missing := missing - (adapter.brings if adapter else frozenset()):
         told = f"{len(missing)} tensors, such as {min(missing)}"
         raise ModelError(f"model {source!r} lacks {told}: scores would be random")
@@ -63,7 +66,7 @@ def load_model(source: str, dtype: str, device: str, allow_download: bool) -> Sc
 
 
 def _load(
-    source: str, dtype: str, where: str, allow_download: bool, adapter: Adapter | None
+    source: str, dtype: str, where: str, allow_download: bool, adapter: Adapter | None, ranks: int
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model on the CPU, and the names of the tensors that its checkpoint lacks."""
     path = Path(source).expanduser()
@@ -84,6 +87,10 @@ def _load(
             config.num_labels = adapter.classes
         classifies = adapter.classifies if adapter is not None else _classifies(config)
         kind: Any = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+        if ranks > 1:
+            from scorer.sharding import shard_plan
+
+            common["distributed_config"] = shard_plan(config, kind._model_mapping[type(config)], ranks)
         loaded: Any = kind.from_pretrained(
             **place,
             **common,
@@ -92,9 +99,15 @@ def _load(
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
         )
+    except ModelError:
+        raise
     except Exception as error:  # what a damaged checkpoint raises is not ours to list
         raise ModelError(f"model {source!r} does not load: {_reason(error, config)}") from error
     model, told = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    if ranks > 1:
+        from scorer.sharding import as_plain
+
+        as_plain(model)
     _refuse_leftovers(source, model, told["unexpected_keys"])
     _tell_unused(source, told["unexpected_keys"])
     return model, set(told["missing_keys"])

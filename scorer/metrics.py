@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from wsgiref.simple_server import WSGIServer
 
@@ -16,6 +16,7 @@ from batching.beams import Ended
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.batching_metrics import BatchingMetrics
 from scorer.drift import RESULTS
+from scorer.memory import PARTS
 
 STAGES = ("tokenize", "queue", "plan", "forward", "total")
 STATUS_PREFIX = "DOCUMENT_STATUS_"
@@ -92,8 +93,21 @@ class Metrics:
         self.beam_steps = counter("beam_steps", "Steps of answered beam searches")
         self.queue_tokens = Gauge("prefixrank_queue_tokens", "Tokens that wait for a pass", registry=registry)
         self.batching = BatchingMetrics(registry)
+        self.memory = Gauge(
+            "prefixrank_memory_bytes",
+            "Memory of the device as it was divided at the start: what may be taken, and what each part takes",
+            ["part"],
+            registry=registry,
+        )
+        for part in ("budget", *PARTS):
+            self.memory.labels(part)
         self.model = Info("prefixrank_model", "What is served; no labels until it is loaded", registry=registry)
         Info("prefixrank_build", "The version of the service", registry=registry).info({"version": version})
+
+    def divided(self, budget: int, parts: Mapping[str, int]) -> None:
+        """Tells how the memory was divided."""
+        for part, size in {"budget": budget, **parts}.items():
+            self.memory.labels(part).set(size)
 
     def watch_queue(self, tokens: Callable[[], int]) -> None:
         """Reads the queue's depth whenever the metrics are scraped."""

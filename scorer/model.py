@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from attention.plans import HeadShape, MaskKey
 from attention.strategy import Attend
 from batching.types import Floats, Ints
+from scorer.chunks import Chunks
 from scorer.errors import ModelError
 from scorer.probe import LayerShape, probe, probed
 
@@ -78,14 +79,17 @@ class ScoringModel:
     head_shape   what all layers have in common, None if they differ, or their values from their keys
     mask_keys    the distinct (window, soft cap) pairs: a pass needs one plan for each
     decoder      the model without its head
+    chunks       of rows in which its position-wise layers run
     vocabulary   token ids that it takes, and has logits for where it has a language-model head
     classes      names of the classes of a sequence-classification head, by index; empty for a language-model head
     max_context  positions that the model was made for
+    tell_alone   called before `alone` runs: other ranks that hold a shard must run the same
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         """Raises ModelError where a layer mixes tokens outside the AttentionInterface."""
         self.hf = model
+        self.tell_alone: Callable[[Ints, int], None] = _tell_nobody
         model.requires_grad_(False)
         model.train(False)
         self.name = name
@@ -96,7 +100,9 @@ class ScoringModel:
         self._weight, self._bias = head.weight, head.bias
         self._finish = _as_it_is if self.classes else _logit_transform(model.config.get_text_config())
         self.max_context, self.context_note = _max_context(model.config.get_text_config())
-        self.layers = tuple(probe(model, self.decoder, self.max_context))
+        layers, attentions = probe(model, self.decoder, self.max_context)
+        self.layers = tuple(layers)
+        self.chunks = Chunks(attentions, self.decoder)
         self.head_shape = _common_shape(self.layers, self.dtype)
         self.mask_keys = tuple(dict.fromkeys(layer.mask_key for layer in self.layers))
         embedded = len(_untyped(model, "get_input_embeddings")().weight)
@@ -115,6 +121,16 @@ class ScoringModel:
         if given is None:
             given = getattr(self.hf.config.get_text_config(), "eos_token_id", None)
         return tuple(given) if isinstance(given, list | tuple) else () if given is None else (int(given),)
+
+    @property
+    def head_rows(self) -> int:
+        """Tokens, or classes, of the head."""
+        return len(self._weight)
+
+    @property
+    def width(self) -> int:
+        """Of a hidden state."""
+        return int(self._weight.shape[1])
 
     @property
     def device(self) -> torch.device:
@@ -192,6 +208,7 @@ class ScoringModel:
 
         For checks while nothing else runs: it switches the model's attention for the duration of the call.
         """
+        self.tell_alone(ids, keep)
         softcapped = any(key.soft_cap for key in self.mask_keys)
         self.hf.set_attn_implementation("eager" if softcapped else "sdpa")
         try:
@@ -227,6 +244,10 @@ def _common_shape(layers: Sequence[LayerShape], dtype: torch.dtype) -> HeadShape
     shapes = {(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, layer.scale) for layer in layers}
     heads, kv_heads, head_dim, value_dim, scale = shapes.pop()
     return None if shapes or value_dim != head_dim else HeadShape(heads, kv_heads, head_dim, scale, dtype)
+
+
+def _tell_nobody(ids: Ints, keep: int) -> None:
+    """One process holds all of the model."""
 
 
 def _as_it_is(raw: Tensor) -> Tensor:

@@ -53,10 +53,11 @@ AttentionMaskInterface.register(PROBE_NAME, _keep_rule)
 
 @dataclass(slots=True)
 class _Seen:
-    """What the layers showed: their shapes, and the rules of their masks."""
+    """What the layers showed: their shapes, the rules of their masks, and which modules asked for attention."""
 
     shapes: dict[int, LayerShape]
     masks: dict[int, object]
+    modules: dict[int, nn.Module]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, key: MaskKey) -> Tensor:
         self.shapes[layer] = LayerShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scale, key)
@@ -69,6 +70,7 @@ def probed(attention: Attention) -> None:
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **kwargs: Any) -> tuple[Tensor, None]:
         if (seen := kwargs.pop("seen", None)) is not None:
             seen.masks[cast(int, module.layer_idx)] = mask
+            seen.modules[cast(int, module.layer_idx)] = module
             kwargs["attend"] = seen.attend
         return attention(module, q, k, v, None, **kwargs)
 
@@ -76,14 +78,16 @@ def probed(attention: Attention) -> None:
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel, decoder: Callable[..., Any], longest: int) -> list[LayerShape]:
-    """The attention layers in order. longest: positions up to which their masks must hold.
+def probe(
+    model: PreTrainedModel, decoder: Callable[..., Any], longest: int
+) -> tuple[list[LayerShape], list[nn.Module]]:
+    """The attention layers in order, and their modules. longest: positions up to which their masks must hold.
 
     With attention silenced a row may depend on its own token only; what still depends on another one comes from a
     state-space, convolution or other layer of its own. Raises ModelError naming the architecture.
     """
     name = type(model).__name__
-    seen = _Seen({}, {})
+    seen = _Seen({}, {}, {})
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(PROBE_NAME)
@@ -102,7 +106,8 @@ def probe(model: PreTrainedModel, decoder: Callable[..., Any], longest: int) -> 
     if bidirectional:
         raise ModelError(f"{name}: {bidirectional[0]} is not causal, and a prefix must not see its documents")
     _check_masks(name, seen, min(longest, LONGEST_MASK))
-    return [seen.shapes[layer] for layer in sorted(seen.shapes)]
+    order = sorted(seen.shapes)
+    return [seen.shapes[layer] for layer in order], [seen.modules[layer] for layer in order]
 
 
 def _last(decoder: Callable[..., Any], ids: list[int], model: PreTrainedModel, seen: _Seen) -> Tensor:

@@ -174,6 +174,10 @@ def model_info(runtime: Runtime, version: str) -> pb.GetModelInfoResponse:
         vocabulary_size=info.vocabulary_size,
         listwise=profile.listwise,
         constraints=sorted(runtime.constraints),
+        memory=pb.Memory(
+            budget_bytes=runtime.memory.budget,
+            **{f"{part}_bytes": size for part, size in runtime.memory.parts.items()},
+        ),
     )
 
 

@@ -5,17 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from attention.factory import make
-from attention.kv_pages import KvPages
 from attention.plans import Strategy
-from attention.strategy import Attention
-from attention.timing import TimeModel, built_in
 from batching.batcher import Batcher, BatcherLimits, Scheduling
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
@@ -23,34 +16,28 @@ from batching.select import Measured, Policy, Replayed, Threshold
 from batching.shares import FairShares
 from batching.trie import Trie
 from scorer.beam import MAX_BEAMS, BeamPages, BeamSearcher
-from scorer.beam_steps import ModelSteps, Steps
+from scorer.beam_setup import make_steps, no_beams
 from scorer.config import EMBEDDED, Config, Limits
 from scorer.constraints import read_constraints
-from scorer.embedded import embedded_model
+from scorer.device import Device, load_device, source_of
 from scorer.engine import Engine
-from scorer.errors import ConfigError, ModelError, ProfileError
-from scorer.fused_model import refusal
+from scorer.errors import ModelError, ProfileError
 from scorer.kv_setup import fingerprint, make_tiers
 from scorer.kv_tiers import KvTiers
-from scorer.loading import find, load_model, places, tokenizer_place
+from scorer.loading import find, places, tokenizer_place
+from scorer.memory import MemoryPlan
 from scorer.model import ScoringModel
 from scorer.profile import Profile, builtin_names, load_profile
+from scorer.ranks import Place
 from scorer.selfcheck import TOLERANCE, check_golden, check_packing
+from scorer.sizing import MAX_PASS_ITEMS
 from scorer.tokenization import Tokenization, load_tokenizer
-
-if TYPE_CHECKING:
-    from scorer.fast_path import FastPath
+from scorer.worst_pass import warm_up
 
 log = logging.getLogger(__name__)
 
 EMBEDDED_PROFILE = "smollm2"
-# Cancelling, deadlines and other callers wait for one pass: long enough for the kernels, short enough for them.
-PASS_TOKENS = {"cpu": 1024, "cuda": 16_384}
-INVARIANT_TOKENS = 4096  # every pass costs as much as a full one
-FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 FP8_TOLERANCE = 1.0  # log-odds: FP8 moves them by tenths, a document that sees its neighbours by far more
-KEY_BLOCK = 64  # keys that the fused kernel takes at a time
-MAX_PASS_ITEMS = 1024  # with the tokens of a pass it bounds the pages that a plan may need
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +64,7 @@ class Runtime:
     engine: Engine
     batcher: Batcher
     limits: Limits
+    memory: MemoryPlan
     info: ModelInfo
     tiers: KvTiers | None = None
     beams: BeamSearcher | None = None
@@ -85,47 +73,32 @@ class Runtime:
     eos_ids: tuple[int, ...] = ()
 
     @classmethod
-    def load(cls, config: Config) -> Runtime:
-        """Loads and composes; blocks for seconds. Raises StartError."""
-        if config.threads:
-            torch.set_num_threads(config.threads)
+    def load(cls, config: Config, place: Place | None = None) -> Runtime:
+        """Loads and composes; blocks for seconds. place: of rank 0, where there are several. Raises StartError."""
         # The path before the profile, as the likelier mistake; the embedded model after it, as it may take a minute.
-        path = None if config.model == EMBEDDED else find(config.model, config.allow_download)
+        if config.model != EMBEDDED:
+            find(config.model, config.allow_download)
         profile = _profile(config)
-        source = str(embedded_model() if path is None else path)
-        model = load_model(source, config.dtype, config.device, config.allow_download)
-        if model.context_note:
-            log.warning("%s", model.context_note)
-        _check_head(profile, model)
-        limits = _limits(config, profile, model)
+        device = load_device(config, place, lambda model: _check_head(profile, model))
+        model, engine = device.model, device.engine
+        limits = _limits(config, profile, model, device.memory)
+        source = source_of(config)
         tokenizer = load_tokenizer(tokenizer_place(source), config.allow_download)
         tokenization = Tokenization(tokenizer, profile, limits, model.classes)
         _check_item_end(profile, model, tokenization)
-        kept_pages = config.cache_tokens // config.page_size
-        no_beams = _no_beams(config, model)
-        beam_pages = 0 if no_beams else -(-config.max_beam_tokens // config.page_size)
-        lasting = kept_pages + beam_pages  # pages with ids below it outlive a pass
-        time_model = _time_model(config)
-        kv_pages = _kv_pages(config, model, limits, lasting)
-        attention = _attention(config, model, kv_pages, time_model)
-        fast = _fast_path(config, model, limits, kv_pages, kept_pages, lasting)
-        patience = config.max_pass_seconds
-        engine = Engine(model, attention, config.page_size, lasting, fast=fast, max_pass_seconds=patience)
         identity = b"".join(map(fingerprint, places(source))) + profile.revision.encode()
-        tiers = make_tiers(config, model, kv_pages, engine, identity)
+        tiers = make_tiers(config, model, device.kv_pages, engine, identity)
         batcher = Batcher(
             engine.execute,
             BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens),
-            _policy(config, model, attention, time_model, fast is not None),
-            PrefixCache(PagePool(kept_pages), config.page_size),
-            scheduling=Scheduling(shares=FairShares(config.tenant_weights), passes_in_flight=1 if fast is None else 2),
+            _policy(config, device),
+            PrefixCache(PagePool(device.kept_pages), config.page_size),
+            scheduling=Scheduling(
+                shares=FairShares(config.tenant_weights), passes_in_flight=1 if device.fast is None else 2
+            ),
             salt=identity,
             tiers=None if tiers is None else (tiers, tiers.rates()),
         )
-        beams = None
-        if not no_beams:
-            pages = BeamPages(kept_pages, beam_pages, config.page_size)
-            beams = BeamSearcher(batcher, engine, _steps(config, model, limits, kv_pages, fast), pages)
         return cls(
             config=config,
             profile=profile,
@@ -133,18 +106,19 @@ class Runtime:
             engine=engine,
             batcher=batcher,
             tiers=tiers,
-            beams=beams,
-            no_beams=no_beams,
+            beams=_searcher(config, device, batcher),
+            no_beams=no_beams(config, model),
             constraints=read_constraints(config.constraints, tokenization.continuation, model.vocabulary),
             eos_ids=model.eos_token_ids,
             limits=limits,
+            memory=device.memory,
             info=ModelInfo(
                 model=EMBEDDED if config.model == EMBEDDED else model.name,
                 profile_revision=profile.revision,
                 architecture=model.architecture,
                 dtype=str(model.dtype).removeprefix("torch."),
                 device=str(model.device),
-                backend=attention.name,
+                backend=engine.attention.name,
                 vocabulary_size=model.vocabulary,
                 strategies=tuple(Strategy),
             ),
@@ -153,6 +127,7 @@ class Runtime:
     def check(self) -> None:
         """The start's proofs: labels and seams, packed equals alone, golden scores. Blocks. Raises StartError."""
         self.tokenization.prove()
+        warm_up(self.engine, self.batcher.policy, self.memory)
         policy, tolerance = self.batcher.policy, self.tolerance
         found = check_packing(self.engine, self.tokenization, self.profile.kind, policy, tolerance)
         log.info("packed equals alone: %s", ", ".join(f"{d.strategy} within {d.score:.2g}" for d in found))
@@ -176,11 +151,11 @@ class Runtime:
             self.tiers.close()
 
 
-def load_checked(config: Config) -> Runtime:
+def load_checked(config: Config, place: Place | None = None) -> Runtime:
     """Loads the model and proves it. Raises StartError, also where the GPU's memory does not hold what the limits ask
     for: at the start, where all of it is taken, and not under traffic."""
     try:
-        runtime = Runtime.load(config)
+        runtime = Runtime.load(config, place)
         try:
             runtime.check()
         except BaseException:
@@ -222,136 +197,41 @@ def _check_item_end(profile: Profile, model: ScoringModel, tokenization: Tokeniz
         )
 
 
-def _no_beams(config: Config, model: ScoringModel) -> str:
-    """Why there is no beam search; empty where there is one."""
-    if model.classes:
-        return f"{model.architecture} has no language-model head: it cannot generate"
-    if not config.max_beam_tokens:
-        return "the service was started without room for beams: max_beam_tokens is 0"
-    if not config.cache_tokens // config.page_size:
-        return "beams share their prompt's pages in the prefix cache: cache_tokens is 0"
-    return ""
-
-
-def _limits(config: Config, profile: Profile, model: ScoringModel) -> Limits:
-    pass_tokens = config.max_pass_tokens or (INVARIANT_TOKENS if config.invariant else PASS_TOKENS[model.device.type])
-    longest = config.max_context_tokens or (pass_tokens if model.device.type == "cuda" else model.max_context)
-    context = min(model.max_context, longest)
+def _limits(config: Config, profile: Profile, model: ScoringModel, memory: MemoryPlan) -> Limits:
+    context = memory.context_tokens
     return Limits(
         max_documents=config.max_documents,
         max_request_tokens=config.max_request_tokens,
-        max_pass_tokens=pass_tokens,
+        max_pass_tokens=memory.pass_tokens,
         max_context_tokens=context,
+        cache_tokens=memory.cache_tokens,
         max_query_tokens=min(profile.limits.max_query_tokens, context),
         default_tokens_per_document=min(profile.limits.default_tokens_per_document, context),
         max_tokens_per_document=min(profile.limits.max_tokens_per_document, context),
         max_message_bytes=config.max_message_bytes,
         vocabulary_size=model.vocabulary,
-        max_num_beams=0 if _no_beams(config, model) else MAX_BEAMS,
-        max_beam_tokens=0 if _no_beams(config, model) else config.max_beam_tokens,
+        max_num_beams=0 if no_beams(config, model) else MAX_BEAMS,
+        max_beam_tokens=0 if no_beams(config, model) else config.max_beam_tokens,
     )
 
 
-def _kv_pages(config: Config, model: ScoringModel, limits: Limits, kept_pages: int) -> KvPages:
-    """Pages that outlive a pass, and on a GPU scratch pages for what a plan writes during a pass."""
-    scratch = 2 * (limits.max_pass_tokens + limits.max_context_tokens) // config.page_size + 2 * MAX_PASS_ITEMS
-    return KvPages(kept_pages + (scratch if model.device.type == "cuda" else 0), config.page_size)
-
-
-def _attention(config: Config, model: ScoringModel, kv_pages: KvPages, time_model: TimeModel) -> Attention:
-    """The backend asked for; under 'auto' FlashInfer where it can, and torch with the reason told where it cannot."""
-    if config.attention == "flashinfer" or (config.attention == "auto" and model.device.type == "cuda"):
-        try:
-            return make("flashinfer", kv_pages, model.head_shape, time_model)
-        except ValueError as error:
-            if config.attention == "flashinfer":
-                raise ModelError(f"--attention flashinfer: {error}") from None
-            log.warning("attention runs on torch: %s", error)
-    return make("torch", kv_pages)
-
-
-def _fast_path(
-    config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPages, kept_pages: int, lasting: int
-) -> FastPath | None:
-    """The hand-fused path with its graphs captured, or None with the reason told. lasting: pages that outlive a pass.
-
-    Raises ConfigError where a setting needs it and it cannot be.
-    """
-    fp8, invariant = config.quantization == "fp8", config.invariant
-    if reason := _no_fast_path(config, model):
-        if fp8 or invariant:
-            raise ConfigError(f"{'quantization fp8' if fp8 else 'invariant'} needs the hand-fused path: {reason}")
-        if model.device.type == "cuda":
-            log.warning("no hand-fused path: %s; the model runs by its own modules, operator by operator", reason)
+def _searcher(config: Config, device: Device, batcher: Batcher) -> BeamSearcher | None:
+    if no_beams(config, device.model):
         return None
-    from scorer.fast_path import FastPath, Mode
-
-    mode = Mode(fp8, invariant)
-    try:
-        fast = FastPath(model, kv_pages, lasting, limits.max_context_tokens, limits.max_pass_tokens, mode)
-        seconds = fast.capture(paged=kept_pages > 0)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # what a compiler says of a GPU that nobody tried is not ours to list
-        if fp8 or invariant:
-            raise ModelError(f"the hand-fused path does not run on this GPU: {error}") from error
-        log.warning("the hand-fused path does not run on this GPU: %s; the model runs by its own modules", error)
-        return None
-    log.info("hand-fused path: %d CUDA graphs captured in %.1f s", fast.graphs, seconds)
-    if fp8:
-        log.info("fp8: q, k, v, output, gate, up and down projections of every layer; all else as it is")
-    return fast
-
-
-def _steps(config: Config, model: ScoringModel, limits: Limits, kv_pages: KvPages, fast: FastPath | None) -> Steps:
-    """The beams' steps: captured where there is the hand-fused path, else by the model's modules."""
-    if fast is None:
-        return ModelSteps(model, kv_pages)
-    from scorer.fast_beams import FastBeams
-
-    history = config.max_beam_tokens + 2 * MAX_BEAMS
-    beams = FastBeams(
-        model, fast.fused, kv_pages, limits.max_context_tokens, history, _time_model(config).decode.choose
+    steps = make_steps(config, device.model, device.kv_pages, device.memory, device.time_model, device.fast)
+    return BeamSearcher(
+        batcher, device.engine, steps, BeamPages(device.kept_pages, device.beam_pages, config.page_size)
     )
-    seconds = beams.capture()
-    log.info("beam steps: %d CUDA graphs captured in %.1f s", beams.graphs, seconds)
-    return beams
 
 
-def _no_fast_path(config: Config, model: ScoringModel) -> str:
-    """Why there is none; empty where there is one."""
-    if model.device.type != "cuda":
-        return "it runs on an NVIDIA GPU"
-    if config.compile == "off":
-        return "--compile off"
-    if config.policy != "auto":
-        return f"--policy {config.policy} chooses among the other strategies"
-    if config.invariant and config.page_size % KEY_BLOCK:
-        return f"invariant wants pages that are whole blocks of keys: --page-size {KEY_BLOCK}"
-    if config.quantization == "fp8" and torch.cuda.get_device_capability(model.device) < FP8_CAPABILITY:
-        return "FP8 products need compute capability 8.9"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    return refusal(model)
-
-
-def _policy(config: Config, model: ScoringModel, attention: Attention, time_model: TimeModel, fast: bool) -> Policy:
+def _policy(config: Config, device: Device) -> Policy:
     """How AUTO chooses."""
-    if fast:
+    if device.fast is not None:
         return Replayed(only=config.invariant)
-    window = _shortest_window(model)
-    if config.policy == "measured" or (config.policy == "auto" and attention.name == "flashinfer"):
-        return Measured(time_model, window)
+    window = _shortest_window(device.model)
+    if config.policy == "measured" or (config.policy == "auto" and device.engine.attention.name == "flashinfer"):
+        return Measured(device.time_model, window)
     return Threshold(config.multi_item_max_tokens, window)
-
-
-def _time_model(config: Config) -> TimeModel:
-    if config.calibration is None:
-        return built_in()
-    try:
-        return TimeModel.read(Path(config.calibration).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"calibration {config.calibration}: {error}") from None
 
 
 def _shortest_window(model: ScoringModel) -> int | None:

@@ -24,6 +24,7 @@ from scorer.errors import StartError
 from scorer.listen import HEALTH, SERVICE, Addresses, Listening, listen
 
 if TYPE_CHECKING:
+    from scorer.ranks import Place
     from scorer.runtime import Runtime
 
 __all__ = ["HEALTH", "SERVICE", "Addresses", "load_runtime", "serve"]
@@ -36,33 +37,43 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 # The port stays open until no call has come for so long, but not longer than the health checks of a proxy take.
 QUIET_SECONDS = 0.2
 LINGER_SECONDS = 5.0
+FAILED_SECONDS = 5.0
 # After so long a thread that tokenizes or packs lets the loop have its turn; Python's own choice is ten times that.
 SWITCH_SECONDS = 0.0005
 
 
-def load_runtime(config: Config) -> Runtime:
-    """Loads the model and proves it. Takes seconds and blocks. Raises StartError."""
+def load_runtime(config: Config, place: Place | None = None) -> Runtime:
+    """Loads the model and proves it. Takes seconds and blocks. place: of rank 0, where others follow. Raises
+    StartError."""
     from scorer.runtime import load_checked  # torch and transformers take seconds to import; the server listens before
 
-    return load_checked(config)
+    return load_checked(config, place)
+
+
+async def _never() -> str:
+    """Returns nothing, ever."""
+    never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    return await never
 
 
 async def serve(
     config: Config,
     load: Callable[[Config], Runtime] = load_runtime,
     ready: Callable[[Addresses], None] = lambda addresses: None,
+    lost: Callable[[], Coroutine[Any, Any, str]] = _never,
 ) -> int:
     """Serves until SIGTERM or SIGINT and returns the exit code.
 
     0: stopped as told, everything that was accepted is answered. 1: the start or the device failed, or the grace ran
     out before accepted calls were answered; the log says why.
-    `load` runs on a thread of its own; `ready` is called once the service is SERVING.
+    `load` runs on a thread of its own; `ready` is called once the service is SERVING; `lost` returns, with the reason,
+    once a process is gone without which nothing can be computed.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     with _stop_signals() as stop:
         try:
             async with listen(config) as listening:
-                return await _Server(listening).run(config, load, ready, stop)
+                return await _Server(listening, lost).run(config, load, ready, stop)
         except StartError as error:
             log.error("cannot start: %s", error)
             return 1
@@ -73,6 +84,7 @@ class _Server:
     """What becomes of what listens."""
 
     at: Listening
+    lost: Callable[[], Coroutine[Any, Any, str]]
 
     async def run(
         self,
@@ -82,7 +94,7 @@ class _Server:
         stop: asyncio.Event,
     ) -> int:
         log.info("starting %s model=%s", self.at.addresses, config.model)
-        runtime = await _first(_on_thread(lambda: load(config)), stop)
+        runtime = await _first(self._unless_lost(_on_thread(lambda: load(config))), stop)
         if runtime is None:
             return 0
         self.at.service.serve(runtime)
@@ -91,12 +103,33 @@ class _Server:
         log.info("listening %s", self.at.addresses)
         ready(self.at.addresses)
         checking = self._self_check(config.self_check_seconds)
-        failure = await _first(runtime.batcher.failed(), stop)
+        failure = await _first(self._failed(runtime), stop)
         checking.cancel()
         if failure is not None:
             log.error("the device failed for good: %s", failure)
-        answered = await self._drain(config.drain_seconds, runtime)
+        # A device that failed may hold its thread for ever, and nobody waits for an answer of it.
+        seconds = config.drain_seconds if failure is None else min(config.drain_seconds, FAILED_SECONDS)
+        answered = await self._drain(seconds, runtime)
         return int(failure is not None or not answered)
+
+    async def _failed(self, runtime: Runtime) -> str:
+        """Returns once nothing can be computed any more; whoever waits is told."""
+        try:
+            return await self._unless_lost(runtime.batcher.failed())
+        except StartError as error:
+            runtime.batcher.give_up(str(error))
+            return str(error)
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Raises StartError where a process is lost first."""
+        task, losing = asyncio.ensure_future(work), asyncio.ensure_future(self.lost())
+        try:
+            await asyncio.wait((task, losing), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise StartError(losing.result())
+            return task.result()
+        finally:
+            await _cancelled(task, losing)
 
     def _self_check(self, seconds: float) -> asyncio.Future[None]:
         """Runs beside the service until it is cancelled."""
@@ -143,10 +176,14 @@ async def _first(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        for each in (task, stopped):
-            each.cancel()
-            with suppress(asyncio.CancelledError):
-                await each
+        await _cancelled(task, stopped)
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError, StartError):
+            await task
 
 
 def _settle() -> None:

@@ -132,6 +132,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         totals = None if runtime.tiers is None else runtime.tiers.totals
         self._metrics.batching.watch_cache(runtime.batcher.cache, runtime.batcher.ahead, totals)
         self._metrics.model.info(_model_labels(runtime))
+        self._metrics.divided(runtime.memory.budget, runtime.memory.parts)
 
     def refuse(self, reason: str) -> None:
         """From now on new calls get UNAVAILABLE with this reason; accepted ones go on."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 import pytest
+import torch
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer import service as service_module
@@ -42,11 +43,20 @@ def out_of_memory():
     raise MemoryError
 
 
+def out_of_device_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
 def asked_to_exit():
     raise SystemExit(3)  # on a thread that is not the main one
 
 
-FAILURES = {"error": broken, "memory": out_of_memory, "exit": asked_to_exit}
+FAILURES = {
+    "error": broken,
+    "memory": out_of_memory,
+    "device memory": out_of_device_memory,
+    "exit": asked_to_exit,
+}
 
 
 @dataclass

@@ -51,6 +51,8 @@ def test_every_series_is_there_at_zero_before_traffic():
         "cache_blocks",
     ):
         assert before[f"prefixrank_{name}",] == 0
+    for part in ("budget", "weights", "activations", "graphs", "workspace", "scratch", "cache"):
+        assert before["prefixrank_memory_bytes", ("part", part)] == 0
     assert before["prefixrank_build_info", ("version", "1")] == 1
     assert before["prefixrank_model_info",] == 1
 

@@ -27,7 +27,7 @@ def config(tmp_path, **settings):
 
 
 def test_memory_that_does_not_suffice_names_the_settings_that_take_it(tmp_path, monkeypatch):
-    def full(cls, given):
+    def full(cls, given, place):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 8 GiB"
         )

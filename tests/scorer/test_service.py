@@ -27,6 +27,7 @@ from scorer.client import CHANNEL_OPTIONS, AsyncScorerClient, ScorerError, build
 from scorer.config import Config, Limits
 from scorer.errors import InvalidRequest, Violation
 from scorer.logs import formatter
+from scorer.memory import MemoryPlan
 from scorer.metrics import Metrics
 from scorer.runtime import Runtime
 from scorer.service import ScorerService, register
@@ -146,6 +147,7 @@ class FakeRuntime:
         self.tokenization = FakeTokenization(labels, seconds)
         self.batcher = FakeBatcher(self.tokenization.texts, error)
         self.limits = LIMITS
+        self.memory = MemoryPlan(1000, 8192, 8192, 0, 0, {"weights": 600, "cache": 300})
         self.tolerance = 1e-4
         self.info = SimpleNamespace(
             profile_revision="abc123",
@@ -367,6 +369,9 @@ def test_model_info():
     assert info.strategies == [pb.STRATEGY_NAIVE, pb.STRATEGY_MULTI_ITEM]
     assert (info.limits.max_documents, info.limits.max_message_bytes) == (2000, 64 << 20)
     assert (info.version, info.vocabulary_size, info.profile_verified) == ("1.2.3", 1000, True)
+    assert (info.memory.budget_bytes, info.memory.weights_bytes, info.memory.cache_bytes) == (1000, 600, 300)
+    assert count(metrics, "memory_bytes", part="budget") == 1000
+    assert count(metrics, "memory_bytes", part="weights") == 600
     assert any(s.labels.get("model") == "fake-model" for f in metrics.registry.collect() for s in f.samples)
 
 

@@ -1136,6 +1136,7 @@ class Limits(google.protobuf.message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
     MAX_NUM_BEAMS_FIELD_NUMBER: builtins.int
     MAX_BEAM_TOKENS_FIELD_NUMBER: builtins.int
+    CACHE_TOKENS_FIELD_NUMBER: builtins.int
     max_documents: builtins.int
     max_request_tokens: builtins.int
     """Tokens of prefix and items together; more is refused."""
@@ -1152,6 +1153,8 @@ class Limits(google.protobuf.message.Message):
     """Of one beam search; 0: the service searches no beams."""
     max_beam_tokens: builtins.int
     """num_beams * (max_new_tokens - 1) of one beam search."""
+    cache_tokens: builtins.int
+    """Prefix tokens whose keys and values may be kept for later passes and requests."""
     def __init__(
         self,
         *,
@@ -1165,10 +1168,50 @@ class Limits(google.protobuf.message.Message):
         max_message_bytes: builtins.int = ...,
         max_num_beams: builtins.int = ...,
         max_beam_tokens: builtins.int = ...,
+        cache_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["default_tokens_per_document", b"default_tokens_per_document", "max_beam_tokens", b"max_beam_tokens", "max_context_tokens", b"max_context_tokens", "max_documents", b"max_documents", "max_message_bytes", b"max_message_bytes", "max_num_beams", b"max_num_beams", "max_pass_tokens", b"max_pass_tokens", "max_query_tokens", b"max_query_tokens", "max_request_tokens", b"max_request_tokens", "max_tokens_per_document", b"max_tokens_per_document"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "default_tokens_per_document", b"default_tokens_per_document", "max_beam_tokens", b"max_beam_tokens", "max_context_tokens", b"max_context_tokens", "max_documents", b"max_documents", "max_message_bytes", b"max_message_bytes", "max_num_beams", b"max_num_beams", "max_pass_tokens", b"max_pass_tokens", "max_query_tokens", b"max_query_tokens", "max_request_tokens", b"max_request_tokens", "max_tokens_per_document", b"max_tokens_per_document"]) -> None: ...
 
 global___Limits = Limits
+
+@typing.final
+class Memory(google.protobuf.message.Message):
+    """Memory of the device as the service divided it at its start. All in bytes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: builtins.int
+    ACTIVATIONS_BYTES_FIELD_NUMBER: builtins.int
+    GRAPHS_BYTES_FIELD_NUMBER: builtins.int
+    WORKSPACE_BYTES_FIELD_NUMBER: builtins.int
+    SCRATCH_BYTES_FIELD_NUMBER: builtins.int
+    CACHE_BYTES_FIELD_NUMBER: builtins.int
+    budget_bytes: builtins.int
+    """What the service may take, the weights included."""
+    weights_bytes: builtins.int
+    activations_bytes: builtins.int
+    """Of the largest pass that the limits allow."""
+    graphs_bytes: builtins.int
+    workspace_bytes: builtins.int
+    scratch_bytes: builtins.int
+    """Pages in which a pass keeps keys and values of its own."""
+    cache_bytes: builtins.int
+    """Pages of kept prefixes."""
+    def __init__(
+        self,
+        *,
+        budget_bytes: builtins.int = ...,
+        weights_bytes: builtins.int = ...,
+        activations_bytes: builtins.int = ...,
+        graphs_bytes: builtins.int = ...,
+        workspace_bytes: builtins.int = ...,
+        scratch_bytes: builtins.int = ...,
+        cache_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activations_bytes", b"activations_bytes", "budget_bytes", b"budget_bytes", "cache_bytes", b"cache_bytes", "graphs_bytes", b"graphs_bytes", "scratch_bytes", b"scratch_bytes", "weights_bytes", b"weights_bytes", "workspace_bytes", b"workspace_bytes"]) -> None: ...
+
+global___Memory = Memory
 
 @typing.final
 class GetModelInfoResponse(google.protobuf.message.Message):
@@ -1190,6 +1233,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
     LISTWISE_FIELD_NUMBER: builtins.int
     CONSTRAINTS_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     """The architecture's class name in transformers."""
@@ -1217,6 +1261,8 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     def constraints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the constraints that BeamSearch knows."""
 
+    @property
+    def memory(self) -> global___Memory: ...
     def __init__(
         self,
         *,
@@ -1236,8 +1282,9 @@ class GetModelInfoResponse(google.protobuf.message.Message):
         vocabulary_size: builtins.int = ...,
         listwise: builtins.bool = ...,
         constraints: collections.abc.Iterable[builtins.str] | None = ...,
+        memory: global___Memory | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "constraints", b"constraints", "device", b"device", "dtype", b"dtype", "labels", b"labels", "limits", b"limits", "listwise", b"listwise", "model", b"model", "profile", b"profile", "profile_revision", b"profile_revision", "profile_verified", b"profile_verified", "score_kind", b"score_kind", "strategies", b"strategies", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["limits", b"limits", "memory", b"memory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "constraints", b"constraints", "device", b"device", "dtype", b"dtype", "labels", b"labels", "limits", b"limits", "listwise", b"listwise", "memory", b"memory", "model", b"model", "profile", b"profile", "profile_revision", b"profile_revision", "profile_verified", b"profile_verified", "score_kind", b"score_kind", "strategies", b"strategies", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___GetModelInfoResponse = GetModelInfoResponse

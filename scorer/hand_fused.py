@@ -1,0 +1,121 @@
+"""Whether the model takes the hand-fused path, and its start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from attention.kv_pages import KvPages
+from scorer.config import Config
+from scorer.errors import ConfigError, ModelError
+from scorer.fused_model import FusedModel, refusal
+from scorer.memory import FusedNeeds, MemoryPlan
+from scorer.model import ScoringModel
+from scorer.sizing import fused_growth, most_pass_tokens
+
+if TYPE_CHECKING:
+    from scorer.fast_path import FastPath, Mode
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper
+KEY_BLOCK = 64  # keys that the fused kernel takes at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """The path before its graphs. demanded: a setting needs it, so that without it the service does not start."""
+
+    model: ScoringModel
+    fused: FusedModel
+    mode: Mode
+    needs: FusedNeeds
+    demanded: bool
+
+
+def prepare(config: Config, model: ScoringModel) -> Prepared | None:
+    """The path with its weights, tried on a few rows, or None with the reason told.
+
+    Raises ConfigError where a setting needs it and it cannot be.
+    """
+    fp8, invariant = config.quantization == "fp8", config.invariant
+    if reason := _no_fast_path(config, model):
+        if fp8 or invariant:
+            raise ConfigError(f"{'quantization fp8' if fp8 else 'invariant'} needs the hand-fused path: {reason}")
+        if model.device.type == "cuda":
+            log.warning("no hand-fused path: %s; the model runs by its own modules, operator by operator", reason)
+        return None
+    from scorer.fast_path import FastPath, Mode
+
+    mode, demanded = Mode(fp8, invariant), fp8 or invariant
+
+    def made() -> Prepared:
+        fused = FusedModel(model, min(config.max_context_tokens or model.max_context, model.max_context), fp8)
+        graphs, static = FastPath.sizes(model, most_pass_tokens(config, model), mode)
+        return Prepared(model, fused, mode, FusedNeeds(fused_growth(model, fused), graphs, static), demanded)
+
+    return _tried(made, demanded)
+
+
+def capture(
+    prepared: Prepared, kv_pages: KvPages, kept_pages: int, lasting: int, memory: MemoryPlan
+) -> FastPath | None:
+    """The path with its graphs captured, or None with the reason told. kept_pages: of cached prefixes; lasting: pages
+    with ids below it outlive a pass."""
+    from scorer.fast_path import FastPath
+
+    def made() -> FastPath:
+        fast = FastPath(
+            prepared.model,
+            kv_pages,
+            lasting,
+            memory.context_tokens,
+            memory.pass_tokens,
+            prepared.mode,
+            prepared.fused,
+        )
+        seconds = fast.capture(paged=kept_pages > 0)
+        log.info("hand-fused path: %d CUDA graphs captured in %.1f s", fast.graphs, seconds)
+        return fast
+
+    fast = _tried(made, prepared.demanded)
+    if fast is not None and prepared.mode.fp8:
+        log.info("fp8: q, k, v, output, gate, up and down projections of every layer; all else as it is")
+    return fast
+
+
+def _tried(make: Callable[[], T], demanded: bool) -> T | None:
+    try:
+        return make()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # what a compiler says of a GPU that nobody tried is not ours to list
+        if demanded:
+            raise ModelError(f"the hand-fused path does not run on this GPU: {error}") from error
+        log.warning("the hand-fused path does not run on this GPU: %s; the model runs by its own modules", error)
+        return None
+
+
+def _no_fast_path(config: Config, model: ScoringModel) -> str:
+    """Why there is none; empty where there is one."""
+    if model.device.type != "cuda":
+        return "it runs on an NVIDIA GPU"
+    if config.tensor_parallel > 1:
+        return "it holds all of the model, and --tensor-parallel shards it"
+    if config.compile == "off":
+        return "--compile off"
+    if config.policy != "auto":
+        return f"--policy {config.policy} chooses among the other strategies"
+    if config.invariant and config.page_size % KEY_BLOCK:
+        return f"invariant wants pages that are whole blocks of keys: --page-size {KEY_BLOCK}"
+    if config.quantization == "fp8" and torch.cuda.get_device_capability(model.device) < FP8_CAPABILITY:
+        return "FP8 products need compute capability 8.9"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    return refusal(model)
