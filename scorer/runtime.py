@@ -100,7 +100,7 @@ class Runtime:
         patience = config.max_pass_seconds
         engine = Engine(model, attention, config.page_size, kept_pages, fast=fast, max_pass_seconds=patience)
         identity = b"".join(map(fingerprint, places(source))) + profile.revision.encode()
-        tiers = make_tiers(config, model, kv_pages, engine, identity)
+        tiers = make_tiers(config, model, kv_pages, identity)
         return cls(
             config=config,
             profile=profile,
