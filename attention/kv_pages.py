@@ -43,22 +43,10 @@ class KvPages:
         return torch.index_select(k.flatten(0, 1), 0, slots), torch.index_select(v.flatten(0, 1), 0, slots)
 
     @property
-    def ready(self) -> bool:
-        """Whether any layer has its shape yet."""
-        return bool(self._layers)
+    def layers(self) -> int:
+        """How many have their tensors."""
+        return len(self._layers)
 
-    @torch.inference_mode()
-    def copy_out(self, pages: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """For each layer K and V of these pages on the CPU, [pages, page_size, kv_heads, head_dim] each."""
-        return [(k[pages].cpu(), v[pages].cpu()) for _, (k, v) in sorted(self._layers.items())]
-
-    @torch.inference_mode()
-    def copy_in(self, pages: list[int], layers: list[tuple[Tensor, Tensor]]) -> None:
-        """What `copy_out` gave, into these pages."""
-        for (_, (held_k, held_v)), (k, v) in zip(sorted(self._layers.items()), layers, strict=True):
-            held_k[pages] = k.to(held_k.device)
-            held_v[pages] = v.to(held_v.device)
-
-    def shapes(self) -> list[tuple[torch.Size, torch.Size, torch.dtype]]:
-        """For each layer K's and V's shape of one page, and their type."""
-        return [(k.shape[1:], v.shape[1:], k.dtype) for _, (k, v) in sorted(self._layers.items())]
+    def tensors(self) -> list[Tensor]:
+        """K, then V, of layer after layer, [pages, page_size, kv_heads, head_dim] each."""
+        return [held for _, pair in sorted(self._layers.items()) for held in pair]

@@ -109,8 +109,7 @@ class Batcher:
         )
         self.ahead: ReadAhead | None = None
         if tiers is not None:
-            times = self._scheduler.pass_time
-            self.ahead = ReadAhead(cache, tiers[0], tiers[1], times, limits.max_pass_tokens, clock)
+            self.ahead = self.reading_ahead(*tiers)
         self._composer = Composer(cache, limits.max_pass_tokens, limits.max_pass_items, self._scheduler.pass_time)
         self._window = given.window or Window()
         self._in_flight = InFlight()
@@ -125,6 +124,10 @@ class Batcher:
         self._gone = asyncio.Event()
         self._reason = ""
         self._loop: asyncio.Task[None] | None = None
+
+    def reading_ahead(self, tiers: Tiers, rates: Rates) -> ReadAhead:
+        """Fetches and keeps for this batcher's cache, once it is set as `ahead`."""
+        return ReadAhead(self.cache, tiers, rates, self._scheduler.pass_time, self._limits.max_pass_tokens, self._clock)
 
     @property
     def queued_tokens(self) -> int:
@@ -192,7 +195,7 @@ class Batcher:
         items, places = fold(request.items)
         distinct = replace(request, items=items)
         lengths = tuple(len(item.ids) for item in items)
-        chain = self._chain(request)
+        chain = self.chain(request)
         cached = self.cache.hit(chain)
         choice = choose(distinct, items, self.policy, cached)
         done: asyncio.Future[RequestScores] = asyncio.get_running_loop().create_future()
@@ -208,7 +211,8 @@ class Batcher:
             raise
         return job
 
-    def _chain(self, request: TokenizedRequest) -> Chain:
+    def chain(self, request: TokenizedRequest) -> Chain:
+        """The request's prefix as the cache knows it."""
         return self.cache.chain(self._salt + b"\0" + request.tenant.encode(), request.prefix)
 
     async def warm(self, prefix: Ints, tenant: str, keep: float, deadline: float | None = None) -> Warmed:
@@ -217,7 +221,7 @@ class Batcher:
         Raises as submit does.
         """
         request = TokenizedRequest(prefix, (PROBE,), tenant=tenant)
-        chain = self._chain(request)
+        chain = self.chain(request)
         cached = self.cache.hit(chain)
         if cached < len(prefix):
             await self.submit(request, deadline)
@@ -231,7 +235,7 @@ class Batcher:
         """Computes a prefix, unless it is cached, and holds its pages. Raises as submit does, and QueueFull where the
         pages are in use by others."""
         request = TokenizedRequest(prefix, (PROBE,), tenant=asked.tenant, priority=asked.priority)
-        chain = self._chain(request)
+        chain = self.chain(request)
         cached, scores = self.cache.hit(chain), None
         for _ in range(HOLD_TRIES):
             there = scores is None and cached == len(prefix)  # its use counts as one, where no pass counts it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -94,11 +94,12 @@ class Job:
         prefix = len(self.request.prefix)
         return Work.sums(prefix, cached, self.count, self.total, self.squares, self.naive)
 
-    def waits(self, filling: set[bytes]) -> bool:
+    def waits(self, filling: Collection[bytes]) -> bool:
         """Whether its prefix is on its way into pages."""
         if self.fetching is not None and not self.fetching.done():
             return True
-        return self.lease is None and any(key in filling for key in self.chain.keys[:1])
+        leased = self.lease is not None and self.lease.tokens == len(self.request.prefix)
+        return not leased and any(key in filling for key in self.chain.keys[:1])
 
     def open_items(self) -> Iterator[int]:
         """Items without a score that no pass computes at the moment."""

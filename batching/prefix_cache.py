@@ -61,6 +61,7 @@ class Block:
     children  indexed blocks that continue it
     wanted    log2 of how often it was wanted, late wishes counting more; remembered beyond its eviction
     wishes    how often it was wanted since it was registered
+    stored    whether it was copied to the tiers below
     """
 
     key: bytes
@@ -74,6 +75,7 @@ class Block:
     indexed: bool = True
     wanted: float = -math.inf
     wishes: int = 0
+    stored: bool = False
     priority: float = 0.0
     pinned_until: float = -math.inf
 
@@ -133,7 +135,7 @@ class PrefixCache:
     page_size: int
     cost: Cost = by_tokens
     counts: CacheCounts = field(default_factory=CacheCounts)
-    filling: set[bytes] = field(default_factory=set)
+    filling: list[bytes] = field(default_factory=list)
     _blocks: dict[bytes, Block] = field(default_factory=dict)
     _heap: list[tuple[float, int, Block]] = field(default_factory=list)
     _pushed: int = 0
@@ -294,6 +296,11 @@ class PrefixCache:
         for entry in kept:
             heapq.heappush(self._heap, entry)
         return evicted
+
+    def clear(self) -> None:
+        """Evicts all that nobody holds, pinned or not."""
+        while self._evict(math.inf):
+            pass
 
     def _drop(self, block: Block) -> None:
         self._ghosts[block.key] = block.wanted

@@ -12,7 +12,7 @@ import numpy as np
 
 from attention.layout import Ints
 from batching.pass_time import PassTime, Work
-from batching.prefix_cache import Chain, Lease, PrefixCache
+from batching.prefix_cache import Block, Chain, Lease, PrefixCache
 
 PATIENCE = 1.0  # of the time that recomputing takes, after which a fetch is given up
 GIVEN_UP_SECONDS = 0.1  # what a fetch that failed is taken to have cost at least
@@ -20,6 +20,7 @@ GIVEN_UP_TIMES = 4.0  # a fetch that was given up would have taken longer, nobod
 FORGETTING = 0.85
 TRY_AGAIN = 64  # one of so many fetches that do not look worth it is made all the same
 WISHES = 2  # how often a block must have been wanted before it is copied to the tiers
+CHOICES = ("fetch", "missed", "recompute", "given_up")  # missed: what the tier may have had was not there, or not sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,22 @@ class Found:
 class Tiers(Protocol):
     """The slower stores below the pages. Nothing here blocks the event loop."""
 
-    def found(self, keys: Sequence[bytes]) -> Found | None:
-        """What there is of these blocks, from the first on. Looks at indexes only."""
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the tiers, the fastest first."""
+
+    def found(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """What each tier has of these blocks, from the first on; nothing of those that have none. Looks at indexes
+        only."""
 
     def read(self, found: Found, keys: Sequence[bytes]) -> Awaitable[Sequence[Any]]:
         """The blocks' contents, from the first on, as many as are there and sound. May be cancelled."""
 
     def fill(self, pages: Ints, contents: Sequence[Any]) -> Awaitable[float]:
-        """Copies contents into pages, on the device's own turn; the seconds that this took once it was its turn."""
+        """Copies contents into pages that nobody else uses, beside the passes; the seconds that this took."""
 
     def store(self, keys: Sequence[bytes], pages: Ints) -> Awaitable[None]:
-        """Copies pages out, on the device's own turn; writing them to the tiers goes on behind that."""
+        """Copies pages that are held out, beside the passes; writing them to the tiers goes on behind that."""
 
     def close(self) -> None:
         """Ends what is under way."""
@@ -56,7 +62,7 @@ class Rates:
 
     def __init__(self, first: dict[str, tuple[float, float]]) -> None:
         """first: (latency, bytes/s) that each tier is taken to have until it has shown its own."""
-        self._first = first
+        self.first = first
         self._seen: dict[str, deque[tuple[float, float]]] = {tier: deque(maxlen=32) for tier in first}
 
     def learn(self, tier: str, size: int, seconds: float) -> None:
@@ -65,7 +71,7 @@ class Rates:
 
     def seconds(self, tier: str, size: int) -> float:
         """Predicted. Late fetches count more; the first belief as a third of one, at no bytes and at this many."""
-        latency, rate = self._first[tier]
+        latency, rate = self.first[tier]
         seen = self._seen[tier]
         told = np.array([*seen, (0.0, latency), (float(size), latency + size / rate)])
         age = np.concatenate([np.arange(len(seen))[::-1], [0.0, 0.0]])
@@ -86,7 +92,7 @@ class TierCounts:
     """Since the start. fetched_tokens: found in each tier; regret_seconds: what the worse of the two choices cost."""
 
     fetched_tokens: dict[str, int] = field(default_factory=dict)
-    chosen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("fetch", "recompute", "given_up"), 0))
+    chosen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHOICES, 0))
     regret_seconds: float = 0.0
 
 
@@ -103,28 +109,32 @@ class ReadAhead:
         self._pass_time = pass_time
         self._pass_tokens = pass_tokens
         self._clock = clock
-        self._stored: set[bytes] = set()
         self._storing: set[asyncio.Task[None]] = set()
         self._declined = 0
         self._bringing: dict[bytes, asyncio.Task[None]] = {}
         self.counts = TierCounts()
 
     def choose(self, asked: Chain) -> Found | None:
-        """What to fetch of a prefix; None where nothing is there or computing it again is faster."""
+        """What to fetch of a prefix, and from where: what saves most time. None where nothing is there, or where
+        computing it again is faster."""
         hit = self._cache.hit_blocks(asked)
-        found = self._tiers.found(asked.keys[hit:]) if hit < len(asked.keys) else None
-        if found is None:
+        found = self._tiers.found(asked.keys[hit:]) if hit < len(asked.keys) else ()
+        if not found:
             return None
-        begin = hit * self._cache.page_size
-        again = self._recompute(begin, min(begin + found.blocks * self._cache.page_size, asked.tokens))
-        fetch = self._rates.seconds(found.tier, found.size)
-        if fetch < again * found.likely:
-            return found
+        best = max(found, key=lambda each: self._gain(asked, hit, each))
+        if self._gain(asked, hit, best) > 0:
+            return best
         self._declined += 1
         if self._declined % TRY_AGAIN == 0:
-            return found  # or a tier that has recovered would never be asked again
+            return best  # or a tier that has recovered would never be asked again
         self.counts.chosen["recompute"] += 1
         return None
+
+    def _gain(self, asked: Chain, hit: int, found: Found) -> float:
+        """Seconds that fetching it likely saves."""
+        begin = hit * self._cache.page_size
+        end = min(begin + found.blocks * self._cache.page_size, asked.tokens)
+        return self._recompute(begin, end) * found.likely - self._rates.seconds(found.tier, found.size)
 
     def _recompute(self, begin: int, end: int) -> float:
         return self._pass_time.share(Work.of(end, begin, ()), self._pass_tokens)
@@ -137,46 +147,62 @@ class ReadAhead:
         found = self.choose(asked)
         if found is None:
             return None
-        name = asked.keys[self._cache.hit_blocks(asked) + found.blocks - 1]
-        if name not in self._bringing:
-            task = self._bringing[name] = asyncio.create_task(self._bring(asked, found))
-            task.add_done_callback(lambda _: self._bringing.pop(name))
+        held = self._cache.held(asked)  # or what is there already might go meanwhile
+        name = asked.keys[len(held.blocks) + found.blocks - 1]
+        if name in self._bringing:
+            self._cache.release(held)
+        else:
+            task = self._bringing[name] = asyncio.create_task(self._bring(asked, found, held))
+            task.add_done_callback(lambda _: self._brought(name, held))
         return self._bringing[name]
 
-    async def _bring(self, asked: Chain, found: Found) -> None:
+    def _brought(self, name: bytes, held: Lease) -> None:
+        del self._bringing[name]
+        self._cache.release(held)
+
+    async def _bring(self, asked: Chain, found: Found, held: Lease) -> None:
         began = self._clock()
         try:
-            await self._fetch(asked, found, began)
+            await self._fetch(asked, found, held, began)
         except Exception:  # noqa: BLE001 - a tier's trouble is no request's: the prefix is computed
             self.counts.chosen["given_up"] += 1
             self._rates.learn(found.tier, found.size, max(self._clock() - began, GIVEN_UP_SECONDS))
 
-    async def _fetch(self, asked: Chain, found: Found, began: float) -> None:
-        size, hit = self._cache.page_size, self._cache.hit_blocks(asked)
-        whole = Chain(asked.salt, asked.keys[: hit + found.blocks], min((hit + found.blocks) * size, asked.tokens))
-        again = self._recompute(hit * size, whole.tokens)
+    async def _fetch(self, asked: Chain, found: Found, held: Lease, began: float) -> None:
+        hit = len(held.blocks)
+        again = self._recompute(held.tokens, self._end(asked, hit + found.blocks))
         try:
             async with asyncio.timeout(PATIENCE * again + self._rates.seconds(found.tier, 0)):
-                contents = await self._tiers.read(found, whole.keys[hit:])
+                contents = await self._tiers.read(found, asked.keys[hit : hit + found.blocks])
         except TimeoutError:
             self.counts.chosen["given_up"] += 1
             self.counts.regret_seconds += self._clock() - began
             self._rates.learn(found.tier, found.size, GIVEN_UP_TIMES * (self._clock() - began))
             return
-        spent = self._clock() - began  # without the wait for the device, which computing it again would have too
-        spent += await self._filled(whole, hit, contents)
-        self.counts.chosen["fetch"] += 1
-        self.counts.regret_seconds += max(0.0, spent - again)
-        self._rates.learn(found.tier, found.size, spent)
-        tokens = min(len(contents) * size, whole.tokens - hit * size)
-        self.counts.fetched_tokens[found.tier] = self.counts.fetched_tokens.get(found.tier, 0) + tokens
+        spent = self._clock() - began
+        blocks, seconds = await self._filled(asked, hit, contents, found.tier)
+        spent += seconds
+        self._rates.learn(found.tier, found.size * len(contents) // found.blocks, spent)
+        end = self._end(asked, hit + blocks)
+        self.counts.chosen["fetch" if blocks else "missed"] += 1
+        self.counts.regret_seconds += max(0.0, spent - (self._recompute(held.tokens, end) if blocks else 0.0))
+        self.counts.fetched_tokens[found.tier] = self.counts.fetched_tokens.get(found.tier, 0) + end - held.tokens
 
-    async def _filled(self, whole: Chain, hit: int, contents: Sequence[Any]) -> float:
-        """Registers the blocks, fills their pages, and only then says that they are written. Seconds of copying."""
-        got = Chain(whole.salt, whole.keys[: hit + len(contents)], whole.tokens)
-        lease = self._cache.registered(got, self._clock())
-        root = whole.keys[0]
-        self._cache.filling.add(root)
+    def _end(self, asked: Chain, blocks: int) -> int:
+        """Tokens of so many leading blocks."""
+        return min(blocks * self._cache.page_size, asked.tokens)
+
+    async def _filled(self, asked: Chain, hit: int, contents: Sequence[Any], tier: str) -> tuple[int, float]:
+        """Registers the blocks, fills their pages, and only then says that they are written. (blocks, seconds)"""
+        blocks = hit + len(contents)
+        there = self._cache.held(asked)
+        taken = len(there.blocks) > hit or there.written < there.tokens  # by a pass that computes them, or those before
+        self._cache.release(there)
+        if taken or not contents:
+            return 0, 0.0
+        lease = self._cache.registered(Chain(asked.salt, asked.keys[:blocks], self._end(asked, blocks)), self._clock())
+        root = asked.keys[0]
+        self._cache.filling.append(root)
         try:
             new = lease.blocks[hit:]
             pages = np.array([block.page for block in new], np.int32)
@@ -184,28 +210,30 @@ class ReadAhead:
             seconds = await asyncio.shield(self._tiers.fill(pages, contents[: len(new)]))
             for block in new:
                 block.written = True
-                self._stored.add(block.key)
-            return seconds
+                block.stored = tier == self._tiers.names[0]  # else it is to come nearer when it is wanted again
+            return len(new), seconds
         finally:
-            self._cache.filling.discard(root)
+            self._cache.filling.remove(root)
             self._cache.release(lease)
 
     def keep(self, lease: Lease) -> None:
         """Copies blocks of a lease down that were wanted often enough and are not there yet."""
-        fresh = [b for b in lease.blocks if b.written and b.wishes >= WISHES and b.key not in self._stored]
+        fresh = [b for b in lease.blocks if b.written and b.wishes >= WISHES and not b.stored]
         if not fresh:
             return
         held = self._cache.held_blocks(lease.blocks)
-        self._stored.update(block.key for block in fresh)
-        task = asyncio.create_task(self._store(held, [b.key for b in fresh], [b.page for b in fresh]))
+        for block in fresh:
+            block.stored = True
+        task = asyncio.create_task(self._store(held, fresh))
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)
 
-    async def _store(self, held: Lease, keys: list[bytes], pages: list[int]) -> None:
+    async def _store(self, held: Lease, fresh: Sequence[Block]) -> None:
         try:
-            await self._tiers.store(keys, np.array(pages, np.int32))
+            await self._tiers.store([b.key for b in fresh], np.array([b.page for b in fresh], np.int32))
         except Exception:  # noqa: BLE001 - a tier's trouble is no request's
-            self._stored.difference_update(keys)
+            for block in fresh:
+                block.stored = False
         finally:
             self._cache.release(held)
 

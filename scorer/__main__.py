@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scorer import eval_command, measure_commands, remote, score_command, top
+from scorer import cache_commands, eval_command, measure_commands, remote, score_command, top
 from scorer.bulk import command as bulk
 from scorer.errors import StartError
 from scorer.flags import MODEL_SETTINGS, SETTINGS, add_settings, as_arguments, config_of, given_flags
@@ -116,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     told = "every strategy's attention on a GPU, beside the article's figures"
     example = measure_commands.BENCH_ATTENTION_EXAMPLE
     measure_commands.add_bench_attention(command("attention", measure_commands.bench_attention, told, example, benches))
-    told = "open-loop load: goodput within the SLO, refusals, where the time goes"
     told = "the engine alone on a GPU, beside its floor"
     model = command("model", measure_commands.bench_model, told, measure_commands.BENCH_MODEL_EXAMPLE, benches)
     measure_commands.add_bench_model(model)
@@ -126,9 +125,16 @@ def _parser() -> argparse.ArgumentParser:
     told = "the service through gRPC, requests as token ids"
     serve = command("serve", measure_commands.bench_serve, told, measure_commands.BENCH_SERVE_EXAMPLE, benches)
     measure_commands.add_bench_serve(serve)
+    told = "open-loop load: goodput within the SLO, refusals, where the time goes"
     measure_commands.add_bench_load(
         command("load", measure_commands.bench_load, told, measure_commands.BENCH_LOAD_EXAMPLE, benches)
     )
+    told = "what the prefix cache saves, and what it costs where nothing is found in it"
+    cache = command("cache", cache_commands.bench_cache, told, cache_commands.CACHE_EXAMPLE, benches)
+    cache_commands.add_bench_cache(cache)
+    told = "fetch or recompute: prefixes of all lengths in each tier, and what was chosen"
+    tiers = command("tiers", cache_commands.bench_tiers, told, cache_commands.TIERS_EXAMPLE, benches)
+    cache_commands.add_bench_tiers(tiers)
     return parser
 
 

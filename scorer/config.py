@@ -127,6 +127,9 @@ class Config(BaseModel):
     kv_file: str | None = Field(None, description="file for prefix K/V that left the cache; a local SSD's")
     kv_file_bytes: int = Field(8 * 1024 * MiB, ge=1, description="largest size of kv_file")
     kv_remote: str | None = Field(None, description="redis:// address of a store that replicas share")
+    kv_remote_compression: Literal["none", "zstd"] = Field(
+        "none", description="of what kv_remote is sent; worth it on networks below some 3 Gbit/s"
+    )
     kv_codec: Literal["exact", "fp8"] = Field("exact", description="of prefix K/V that left the cache")
     tenant_weights: dict[str, float] = Field(
         {}, description="fair shares of tenants that differ from 1, as NAME=WEIGHT,NAME=WEIGHT or a table"

@@ -11,9 +11,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from contextlib import suppress
+from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from attention.layout import Layout
 from attention.planner import plan
@@ -24,9 +27,6 @@ from batching.packing import alone
 from batching.types import PackedBatch, Reads
 from scorer.model import ScoringModel
 from scorer.threads import guarded, on_thread
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 HOPELESS = 4  # items run alone without one finite score after which no more are tried
@@ -106,15 +106,24 @@ class Engine:
             raise DeviceGone(f"a pass did not end within {self._max_pass_seconds:g} seconds") from None
 
     async def _execute(self, batch: PackedBatch) -> Reads:
+        try:
+            return await self._computed(batch)
+        except Exception:
+            with suppress(Exception):  # the pass's own failure is what counts
+                await on_thread(self._thread, self._finish)
+            raise
+
+    def _finish(self) -> None:
+        """Whatever a failed pass began has ended: its pages may be given to others, and filled beside the passes."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    async def _computed(self, batch: PackedBatch) -> Reads:
         if self._fast is None or not self._fast.takes(batch):
             return await on_thread(self._thread, self.run, batch)
         wait = guarded(self._fast.submit, batch, self._page_size)
         reads = await on_thread(self._waiting, wait)
         return await on_thread(self._thread, self._healed, batch, reads) if self._bad(batch, reads) else reads
-
-    def on_thread(self, work: Callable[[], T]) -> Awaitable[T]:
-        """Calls `work` on the device thread, between passes."""
-        return on_thread(self._thread, work)
 
     def run(self, batch: PackedBatch) -> Reads:
         """One forward pass on the calling thread; where NaN may have spread, its items once more, each alone."""

@@ -1,33 +1,29 @@
-"""K/V of a page as bytes, layer after layer, for the tiers below the GPU: as it is, or in eight bits."""
+"""K/V of a page as bytes for the tiers below the GPU: as it is, or in eight bits."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-Layers = list[tuple[Tensor, Tensor]]  # K and V of each layer, [pages, page_size, kv_heads, head_dim]
-Shapes = Sequence[tuple[torch.Size, torch.Size, torch.dtype]]  # of one page of each layer
-
 
 class Codec(ABC):
-    """Between tensors and bytes. Sizes follow from the shapes alone."""
+    """Between values and bytes, on whatever device they are. Sizes follow from the shapes alone."""
 
     name: str
 
     @abstractmethod
-    def size(self, shapes: Shapes) -> int:
-        """Bytes of one page."""
+    def size(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Bytes of one page of K or V of one layer. shape: [page_size, kv_heads, head_dim]."""
 
     @abstractmethod
-    def encode(self, layers: Layers) -> list[bytes]:
-        """The bytes of each page."""
+    def encode(self, values: Tensor) -> Tensor:
+        """[pages, page_size, kv_heads, head_dim] -> [pages, bytes] uint8"""
 
     @abstractmethod
-    def decode(self, contents: Sequence[bytes], shapes: Shapes) -> Layers:
-        """The tensors of these pages."""
+    def decode(self, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """[pages, bytes] uint8 -> [pages, *shape]"""
 
 
 class Exact(Codec):
@@ -35,18 +31,14 @@ class Exact(Codec):
 
     name = "exact"
 
-    def size(self, shapes: Shapes) -> int:
-        return sum((k.numel() + v.numel()) * dtype.itemsize for k, v, dtype in shapes)
+    def size(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        return shape.numel() * dtype.itemsize
 
-    def encode(self, layers: Layers) -> list[bytes]:
-        parts = [_raw(tensor) for pair in layers for tensor in pair]
-        return [row.numpy().tobytes() for row in torch.cat(parts, 1)]
+    def encode(self, values: Tensor) -> Tensor:
+        return _raw(values)
 
-    def decode(self, contents: Sequence[bytes], shapes: Shapes) -> Layers:
-        rows = _rows(contents)
-        sizes = [shape.numel() * dtype.itemsize for k, v, dtype in shapes for shape in (k, v)]
-        parts = iter(torch.split(rows, sizes, 1))
-        return [(_as(next(parts), dtype, k), _as(next(parts), dtype, v)) for k, v, dtype in shapes]
+    def decode(self, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return _as(rows, dtype, shape)
 
 
 class Fp8(Codec):
@@ -55,30 +47,23 @@ class Fp8(Codec):
     name = "fp8"
     LARGEST = 448.0  # of e4m3
 
-    def size(self, shapes: Shapes) -> int:
-        return sum(shape.numel() + 4 * shape[-2] for k, v, _ in shapes for shape in (k, v))
+    def size(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        return shape.numel() + self._scale_bytes(shape)
 
-    def encode(self, layers: Layers) -> list[bytes]:
-        parts = [part for pair in layers for tensor in pair for part in self._quantised(tensor)]
-        return [row.numpy().tobytes() for row in torch.cat(parts, 1)]
+    def _scale_bytes(self, shape: torch.Size) -> int:
+        return torch.float32.itemsize * shape[-2]
 
-    def _quantised(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        values = tensor.float()
-        scale = (values.abs().amax(dim=(1, 3)) / self.LARGEST).clamp(min=1e-12)  # [pages, heads]
-        small = (values / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        return _raw(scale), _raw(small)
+    def encode(self, values: Tensor) -> Tensor:
+        whole = values.float()
+        scale = (whole.abs().amax(dim=(1, 3)) / self.LARGEST).clamp(min=1e-12)  # [pages, heads]
+        small = (whole / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        return torch.cat((_raw(scale), _raw(small)), 1)
 
-    def decode(self, contents: Sequence[bytes], shapes: Shapes) -> Layers:
-        rows = _rows(contents)
-        sizes = [n for k, v, _ in shapes for shape in (k, v) for n in (4 * shape[-2], shape.numel())]
-        parts = iter(torch.split(rows, sizes, 1))
-
-        def restored(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            scale = _as(next(parts), torch.float32, shape[-2:-1])
-            small = _as(next(parts), torch.float8_e4m3fn, shape)
-            return (small.float() * scale[:, None, :, None]).to(dtype)
-
-        return [(restored(k, dtype), restored(v, dtype)) for k, v, dtype in shapes]
+    def decode(self, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        at = self._scale_bytes(shape)
+        scale = _as(rows[:, :at], torch.float32, shape[-2:-1])
+        small = _as(rows[:, at:], torch.float8_e4m3fn, shape)
+        return (small.float() * scale[:, None, :, None]).to(dtype)
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Exact(), Fp8())}
@@ -89,9 +74,6 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten(1).view(torch.uint8)
 
 
-def _rows(contents: Sequence[bytes]) -> Tensor:
-    return torch.stack([torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents])
-
-
-def _as(raw: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return raw.contiguous().view(dtype).view(-1, *shape)
+def _as(rows: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """[pages, *shape]"""
+    return rows.contiguous().view(dtype).view(-1, *shape)

@@ -1,13 +1,20 @@
-"""One block as it lies in a tier: a header that says whose and what it is, and a checksum of it all."""
+"""One block as it lies in a tier: a header that says whose and what it is, and checksums of it all.
+
+The checksums tell damage, not forgery: who may write to a tier may write anything.
+"""
 
 from __future__ import annotations
 
 import struct
 from hashlib import blake2b
 
+from torch import Tensor
+from xxhash import xxh3_128_digest
+
 MAGIC = b"PXKV"
-VERSION = 1
+VERSION = 2
 NAME_BYTES = DIGEST_BYTES = 16
+PLAIN, ZSTD = 0, 1  # how the content is packed
 _FIELDS = struct.Struct(f"<4sHHQ{NAME_BYTES}s{NAME_BYTES}s{DIGEST_BYTES}s")
 HEADER_BYTES = _FIELDS.size + DIGEST_BYTES
 
@@ -26,40 +33,47 @@ def namespace_of(*parts: object) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=NAME_BYTES).digest()
 
 
-def header(namespace: bytes, key: bytes, content: bytes) -> bytes:
+def header(namespace: bytes, key: bytes, content: bytes | memoryview, packing: int = PLAIN) -> bytes:
     """The header of an entry."""
-    fields = _FIELDS.pack(MAGIC, VERSION, 0, len(content), namespace, key, _digest(content))
-    return fields + _digest(fields)
+    digest = xxh3_128_digest(content)
+    fields = _FIELDS.pack(MAGIC, VERSION, packing, len(content), namespace, key, digest)
+    return fields + xxh3_128_digest(fields)
 
 
-def entry(namespace: bytes, key: bytes, content: bytes) -> bytes:
+def entry(namespace: bytes, key: bytes, content: bytes | memoryview, packing: int = PLAIN) -> bytes:
     """A whole entry."""
-    return header(namespace, key, content) + content
+    return header(namespace, key, content, packing) + bytes(content)
 
 
-def read_header(data: bytes, namespace: bytes) -> tuple[bytes, int, bytes]:
-    """(key, length and digest of the content). Raises BadEntry."""
-    fields = data[: _FIELDS.size]
-    if len(data) < HEADER_BYTES or _digest(fields) != data[_FIELDS.size : HEADER_BYTES]:
-        raise BadEntry("damaged")
-    magic, version, _, length, whose, key, digest = _FIELDS.unpack(fields)
-    if magic != MAGIC or version != VERSION or whose != namespace:
-        raise BadEntry("foreign")
-    return key, length, digest
+def key_of(data: memoryview | bytes, namespace: bytes) -> bytes:
+    """Which block the entry that begins like this is of. Raises BadEntry."""
+    return _read_header(data, namespace)[0]
 
 
-def content_of(data: bytes, namespace: bytes, key: bytes) -> bytes:
-    """The content of the block that was asked for. Raises BadEntry."""
-    found, length, digest = read_header(data, namespace)
+def content_of(data: memoryview | bytes, namespace: bytes, key: bytes) -> tuple[memoryview, int]:
+    """The content of the block that was asked for, within `data`, and how it is packed. Raises BadEntry."""
+    found, packing, length, digest = _read_header(data, namespace)
     if found != key:
         raise BadEntry("foreign")
-    content = data[HEADER_BYTES : HEADER_BYTES + length]
+    content = memoryview(data)[HEADER_BYTES : HEADER_BYTES + length]
     if len(content) != length:
         raise BadEntry("truncated")
-    if _digest(content) != digest:
+    if xxh3_128_digest(content) != digest:
         raise BadEntry("damaged")
-    return content
+    return content, packing
 
 
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+def _read_header(data: memoryview | bytes, namespace: bytes) -> tuple[bytes, int, int, bytes]:
+    """(key, packing, length and digest of the content)"""
+    fields = bytes(data[: _FIELDS.size])
+    if len(data) < HEADER_BYTES or xxh3_128_digest(fields) != bytes(data[_FIELDS.size : HEADER_BYTES]):
+        raise BadEntry("damaged")
+    magic, version, packing, length, whose, key, digest = _FIELDS.unpack(fields)
+    if magic != MAGIC or version != VERSION or whose != namespace:
+        raise BadEntry("foreign")
+    return key, packing, length, digest
+
+
+def view_of(content: Tensor) -> memoryview:
+    """The bytes of a row, not copied."""
+    return content.numpy().data

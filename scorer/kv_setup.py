@@ -9,11 +9,13 @@ import torch
 
 from attention.kv_pages import KvPages
 from scorer.config import Config
-from scorer.engine import Engine
 from scorer.errors import ConfigError
 from scorer.kv_codec import CODECS
+from scorer.kv_copies import PageCopies
 from scorer.kv_entry import namespace_of
-from scorer.kv_stores import FileStore, HostStore, RemoteStore, Store
+from scorer.kv_file import FileStore
+from scorer.kv_remote import RemoteStore
+from scorer.kv_stores import HostStore, Store
 from scorer.kv_tiers import KvTiers
 from scorer.model import ScoringModel
 
@@ -38,31 +40,32 @@ def fingerprint(source: str) -> bytes:
     return digest.digest()
 
 
-def make_tiers(
-    config: Config, model: ScoringModel, kv_pages: KvPages, engine: Engine, identity: bytes
-) -> KvTiers | None:
+def make_tiers(config: Config, model: ScoringModel, kv_pages: KvPages, identity: bytes) -> KvTiers | None:
     """None where the settings want none. identity: of model and profile. Raises ConfigError."""
     if not (config.kv_host_bytes or config.kv_file or config.kv_remote):
         return None
     if config.cache_tokens == 0:
         raise ConfigError("kv_host_bytes, kv_file, kv_remote: they lie below the cache, and cache_tokens is 0")
     codec = CODECS[config.kv_codec]
-    shapes = [_page_shape(layer.kv_heads, layer.head_dim, config.page_size) for layer in model.layers]
+    shapes = [
+        (_page_shape(layer.kv_heads, layer.head_dim, config), _page_shape(layer.kv_heads, layer.value_dim, config))
+        for layer in model.layers
+    ]
     namespace = namespace_of(identity, codec.name, str(model.dtype), shapes)
-    content = codec.size([(shape, shape, model.dtype) for shape in shapes])
-    return KvTiers(kv_pages, codec, _stores(config, namespace, content), engine.on_thread)
+    copies = PageCopies(kv_pages, codec, shapes, model.dtype)
+    return KvTiers(copies, _stores(config, namespace, copies.row_bytes, model.device.type == "cuda"))
 
 
-def _page_shape(kv_heads: int, head_dim: int, page_size: int) -> torch.Size:
-    return torch.Size((page_size, kv_heads, head_dim))
+def _page_shape(kv_heads: int, head_dim: int, config: Config) -> torch.Size:
+    return torch.Size((config.page_size, kv_heads, head_dim))
 
 
-def _stores(config: Config, namespace: bytes, content: int) -> list[Store]:
+def _stores(config: Config, namespace: bytes, content: int, pin: bool) -> list[Store]:
     stores: list[Store] = []
     if config.kv_host_bytes:
-        stores.append(HostStore(config.kv_host_bytes))
+        stores.append(HostStore(config.kv_host_bytes, content, pin))
     if config.kv_file:
         stores.append(FileStore(Path(config.kv_file), config.kv_file_bytes, namespace, content))
     if config.kv_remote:
-        stores.append(RemoteStore(config.kv_remote, namespace))
+        stores.append(RemoteStore(config.kv_remote, namespace, content, config.kv_remote_compression == "zstd"))
     return stores

@@ -87,7 +87,7 @@ class Runtime:
         tokenization = Tokenization(tokenizer, profile, limits, model.classes)
         _check_item_end(profile, model, tokenization)
         identity = b"".join(map(fingerprint, places(source))) + profile.revision.encode()
-        tiers = make_tiers(config, model, device.kv_pages, engine, identity)
+        tiers = make_tiers(config, model, device.kv_pages, identity)
         batcher = Batcher(
             engine.execute,
             BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens),

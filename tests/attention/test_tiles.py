@@ -13,6 +13,7 @@ from attention.plans import Pages, Strategy
 from attention.residency import Residency
 from attention.tiles import (
     BEFORE,
+    COLUMNS,
     OWN,
     OWN_END,
     PART,
@@ -25,6 +26,7 @@ from attention.tiles import (
     Cut,
     count_blocks,
     expand,
+    parts_of,
     tile,
 )
 from tests.attention.draw import cases, examples
@@ -37,7 +39,13 @@ def cut(layout, pages, tokens, columns=8, shortest=10_000, aligned=False):
     place = Residency.of(layout, pages, made).place
     (launch,) = made.launches
     slots = np.arange(layout.tokens - layout.rows, dtype=np.int32)
-    return tile(launch, layout.rows, place, slots, Cut(tokens, columns, KEYS, aligned), shortest), place
+    found = tile(launch, layout.rows, place, slots, Cut(tokens, columns, KEYS, aligned), shortest)
+    for name, width in (("tiles", COLUMNS), ("slots", 0), ("runs", 2), ("item_start", 0), ("merges", 4)):
+        array = getattr(found, name)
+        assert array.dtype == np.int32, name
+        assert array.shape[1:] == ((width,) if width else ()), name
+    assert found.tiles.flags.c_contiguous
+    return found, place
 
 
 @given(case=cases(), tokens=st.sampled_from([1, 2, 7, 16, 64]), shortest=st.sampled_from([1, 5, 10_000]))
@@ -47,6 +55,15 @@ def test_counts_are_the_mask(case, tokens, shortest):
     tiles, place = cut(layout, pages, tokens, columns=0, shortest=shortest)
     np.testing.assert_array_equal(expand(tiles, place), visible(layout).astype(np.int32))
     assert (tiles.tiles[:, ROWS] <= tokens).all()
+    assert (tiles.tiles[:, PART] >= -1).all()
+    assert (np.diff(keys_of(tiles)) <= 0).all(), "the largest first, so that the last ones to run are short"
+
+
+def keys_of(tiles):
+    """Keys that each tile scans, all stretches together."""
+    in_runs = np.concatenate([[0], np.cumsum(tiles.runs[:, 1])])
+    shared = tiles.tiles[:, SLOTS] + in_runs[tiles.tiles[:, RUN_END]] - in_runs[tiles.tiles[:, RUN]]
+    return shared + tiles.tiles[:, OWN_END] - tiles.tiles[:, BEFORE]
 
 
 def blocks_of(tiles, place, cached, row):
@@ -104,6 +121,11 @@ def test_few_long_tiles_are_split_and_many_are_not():
     kept = Pages(16, 513, (np.arange(513, dtype=np.int32), *[None] * 32))
     tiles, _ = cut(few, kept, 64, columns=8, shortest=256)
     assert tiles.parts >= 16
+    parts = tiles.tiles[tiles.tiles[:, PART] >= 0]
+    unmasked = keys_of(tiles)[tiles.tiles[:, PART] >= 0] - (parts[:, OWN_END] - parts[:, OWN])
+    assert np.ptp(unmasked) <= 1, "parts have about as many keys"
+    (whole,) = keys_of(cut(few, kept, 128, columns=8, shortest=100_000)[0])
+    assert tiles.parts == 2 * parts_of(np.array([whole] * 2), 8)[0]
     tiles, _ = cut(many, Pages(16, 513, (*kept.kept[:1], *[None] * 512)), 64, columns=8, shortest=256)
     assert tiles.parts == 0
 
@@ -136,9 +158,9 @@ def test_lengths_alone_tell_the_blocks(prefix, cached, lengths, tokens):
     tiles, _ = cut(layout, pages, tokens)
     full, masked, keys = count_blocks(shape_of(made.launches[0], 16), Cut(tokens, 8, KEYS))
     assert len(full) == len(tiles.tiles)
-    runs = np.concatenate([[0], np.cumsum(tiles.runs[:, 1])])
-    shared = tiles.tiles[:, SLOTS] + runs[tiles.tiles[:, RUN_END]] - runs[tiles.tiles[:, RUN]]
+    assert full.dtype == masked.dtype == keys.dtype == np.int32
     before, own = (tiles.tiles[:, b] - tiles.tiles[:, a] for a, b in ((BEFORE, OWN), (OWN, OWN_END)))
+    shared = keys_of(tiles) - before - own
     assert (before % KEYS == 0).all(), "only the masked part has a partial block"
     np.testing.assert_array_equal(np.sort(keys), np.sort(shared + before + own))
     assert full.sum() == (shared // KEYS + before // KEYS).sum()

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.plans import Strategy
@@ -8,6 +8,7 @@ from batching.packing import Group, fold, pack, unpack
 from batching.page_pool import PagePool
 from batching.select import Budget, Threshold, choose
 from batching.types import Item, Reads, TokenizedRequest
+from tests.attention.draw import examples
 from tests.batching.fake import ids, item, request
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=9)
@@ -37,7 +38,7 @@ def groups(draw):
 
 
 @given(given_groups=st.lists(groups(), min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_unpack_inverts_pack(given_groups):
     """Each read gets a number that names its row, and each item finds the numbers of its own tokens."""
     batch = pack(given_groups)
@@ -57,7 +58,7 @@ def test_unpack_inverts_pack(given_groups):
 
 
 @given(given_groups=st.lists(groups(), min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_path_spells_prefix_and_item(given_groups):
     batch = pack(given_groups)
     layout = batch.layout
@@ -87,7 +88,7 @@ waiting = st.tuples(st.integers(0, 30), st.lists(st.integers(1, 40), min_size=1,
 
 
 @given(queue=st.lists(waiting, min_size=1, max_size=6), tokens=st.integers(1, 100))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_pass_keeps_its_budget_and_always_takes_something(queue, tokens):
     budget = Budget(tokens, 12)
     counts = [0 if budget.full else budget.take(prefix, items, each) for prefix, items, each in queue]

@@ -8,6 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from batching.page_pool import PagePool
 from batching.prefix_cache import MAX_PINNED, PrefixCache, chain
+from tests.attention.draw import examples
 
 PAGE = 4
 
@@ -145,7 +146,7 @@ class Machine(RuleBasedStateMachine):
 
 # Runs of up to a hundred steps, some eighty in the mean: ten thousand operations.
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=130, stateful_step_count=100, deadline=None)
+TestMachine.settings = settings(examples(130), stateful_step_count=100)
 
 
 def test_equal_beginnings_have_equal_names_and_other_tenants_other_ones():

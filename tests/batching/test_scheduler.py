@@ -4,7 +4,7 @@ import math
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batching.errors import CannotFinish, NotAdmitted, OverShare, QueueFull
@@ -25,6 +25,7 @@ from batching.scheduler import (
     shortest_first,
 )
 from batching.shares import FairShares
+from tests.attention.draw import examples
 
 
 class Exact:
@@ -91,7 +92,7 @@ def test_a_distant_deadline_is_no_reason_to_wait_for_it():
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0, 0.2)), min_size=1, max_size=60))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_nothing_starves(arrivals):
     """However many shorter ones keep coming, a long request is passed only by those that came while it was not due."""
     made, now = scheduler(), 0.0
@@ -198,7 +199,7 @@ def test_while_nothing_was_measured_no_deadline_refuses():
         max_size=40,
     )
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_who_was_let_in_meets_its_deadline(arrivals):
     """Run the queue to its end, one request after the other, on the device that the predictions are of."""
     made, now, free_at, queue = scheduler(), 0.0, 0.0, []

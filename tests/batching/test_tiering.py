@@ -32,13 +32,15 @@ class Device:
 class FakeTiers:
     """Has everything, and takes latency + bytes / rate for it, give or take."""
 
+    names = ("tier",)
+
     def __init__(self, latency, rate, noise=0.0):
         self.latency, self.rate, self.noise = latency, rate, noise
         self.rng = np.random.default_rng(0)
         self.filled = []
 
     def found(self, keys):
-        return Found("tier", len(keys), len(keys) * SIZE) if keys else None
+        return [Found("tier", len(keys), len(keys) * SIZE)] if keys else []
 
     async def read(self, found, keys):
         await asyncio.sleep(self.takes(len(keys)) * (1 + self.noise * self.rng.uniform(-1, 1)))
@@ -99,7 +101,7 @@ def test_a_tier_that_turns_slow_is_given_up_in_time_and_left_alone():
         asked = prefix(cache, 0, 1600)
         await ahead.bring(asked)
         assert cache.hit(asked) == 1600
-        assert ahead.counts.chosen == {"fetch": 1, "recompute": 0, "given_up": 0}
+        assert ahead.counts.chosen == {"fetch": 1, "missed": 0, "recompute": 0, "given_up": 0}
         tiers.latency = 60.0
         began = loop.time()
         tried = 0
@@ -150,5 +152,190 @@ def test_an_error_in_a_tier_is_nobodys_error():
         await ahead.bring(asked)
         assert cache.hit(asked) == 0
         assert ahead.counts.chosen["given_up"] == 1
+
+    run(scenario())
+
+
+class Shelf(FakeTiers):
+    """Tiers that have some blocks each; nothing takes time but what `gate` holds up."""
+
+    def __init__(self, **blocks):
+        super().__init__(1e-3, 1e12)
+        self.names = tuple(blocks)
+        self.blocks = {name: set(keys) for name, keys in blocks.items()}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.stored = []
+
+    def found(self, keys):
+        runs = {n: next((i for i, key in enumerate(keys) if key not in of), len(keys)) for n, of in self.blocks.items()}
+        return [Found(name, run, run * SIZE) for name, run in runs.items() if run]
+
+    async def read(self, found, keys):
+        await self.gate.wait()
+        return [key for key in keys if key in self.blocks[found.tier]]
+
+    async def store(self, keys, pages):
+        self.stored += keys
+
+
+def shelved(shelf, first=(1e-6, 1e12), seconds=1e-3, pages=64):
+    cache = PrefixCache(PagePool(pages), PAGE)
+    rates = Rates(dict.fromkeys(shelf.names, first))
+    return cache, ReadAhead(cache, shelf, rates, Device(seconds), 16_384, asyncio.get_running_loop().time)
+
+
+def keys_of(*prefixes):
+    cache = PrefixCache(PagePool(1), PAGE)
+    return [key for n, tokens in prefixes for key in prefix(cache, n, tokens).keys]
+
+
+def sound(cache):
+    """No page is lost, no block is held, and what is indexed is a written beginning."""
+    assert all(b.users == 0 and b.written and (b.parent is None or b.parent.indexed) for b in cache._blocks.values())
+    assert cache.pool.free + len(cache) == cache.pool.pages
+
+
+@pytest.mark.parametrize(("near", "far", "taken"), [(160, 320, "far"), (304, 320, "near"), (320, 320, "near")])
+def test_of_several_tiers_the_one_that_saves_most(near, far, taken):
+    async def scenario():
+        shelf = Shelf(near=keys_of((0, near)), far=keys_of((0, far)))
+        cache, ahead = shelved(shelf, seconds=1e-4)
+        for _ in range(8):
+            ahead._rates.learn("near", 20 * SIZE, 1e-4)
+            ahead._rates.learn("far", 20 * SIZE, 4e-3)
+        assert ahead.choose(prefix(cache, 0, 320)).tier == taken
+
+    run(scenario())
+
+
+def test_a_beginning_that_is_there_stays_while_what_continues_it_is_fetched():
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160)))
+        cache, ahead = shelved(shelf)
+        asked = prefix(cache, 0, 160)
+        lease = cache.acquire(prefix(cache, 0, 64), 0.0)
+        cache.commit(lease)
+        cache.release(lease)
+        shelf.gate.clear()
+        task = ahead.bring(asked)
+        await asyncio.sleep(0)
+        cache.clear()
+        assert cache.hit(asked) == 64
+        shelf.gate.set()
+        await task
+        assert cache.hit(asked) == 160
+        assert ahead.counts.fetched_tokens == {"tier": 96}
+        sound(cache)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_what_a_pass_computes_meanwhile_is_not_filled(ends):
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160)))
+        cache, ahead = shelved(shelf)
+        asked = prefix(cache, 0, 160)
+        shelf.gate.clear()
+        task = ahead.bring(asked)
+        await asyncio.sleep(0)
+        lease = cache.acquire(prefix(cache, 0, 64), 0.0)  # a pass is under way
+        shelf.gate.set()
+        await task
+        assert shelf.filled == []
+        assert ahead.counts.chosen["missed"] == 1
+        if ends == "well":
+            cache.commit(lease)
+        else:
+            cache.withdraw([lease])
+        cache.release(lease)
+        assert cache.hit(asked) == (64 if ends == "well" else 0)
+        sound(cache)
+
+    run(scenario())
+
+
+def test_two_that_begin_alike_are_both_waited_for():
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 64)))
+        cache, ahead = shelved(shelf)
+        gates = [asyncio.Event(), asyncio.Event()]
+        waiting = iter(gates)
+
+        async def fill(pages, contents):
+            await next(waiting).wait()
+            return 0.0
+
+        shelf.fill = fill
+        begin = np.arange(PAGE, dtype=np.int32)
+        chains = [cache.chain(b"", np.concatenate([begin, np.arange(n, n + 48, dtype=np.int32)])) for n in (100, 200)]
+        lease = cache.acquire(cache.chain(b"", begin), 0.0)
+        cache.commit(lease)
+        cache.release(lease)
+        shelf.blocks["tier"] = {key for chain in chains for key in chain.keys}
+        tasks = [ahead.bring(chain) for chain in chains]
+        await asyncio.sleep(0.01)
+        gates[0].set()
+        await tasks[0]
+        assert chains[1].keys[0] in cache.filling
+        gates[1].set()
+        await tasks[1]
+        assert not cache.filling
+        sound(cache)
+
+    run(scenario())
+
+
+def test_nothing_there_teaches_nothing_about_bytes_and_is_counted():
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160)))
+        cache, ahead = shelved(shelf)
+        shelf.read = lambda found, keys: asyncio.sleep(0.002, [])
+        asked = prefix(cache, 0, 160)
+        await ahead.bring(asked)
+        assert ahead.counts.chosen == {"fetch": 0, "missed": 1, "recompute": 0, "given_up": 0}
+        assert ahead.counts.regret_seconds == pytest.approx(0.002)
+        assert list(ahead._rates._seen["tier"]) == [(0.0, pytest.approx(0.002))]
+        sound(cache)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("tier", ["near", "far"])
+def test_what_came_from_afar_is_brought_nearer_when_it_is_wanted_again(tier):
+    async def scenario():
+        shelf = Shelf(**{"near": [], "far": []} | {tier: keys_of((0, 64))})
+        cache, ahead = shelved(shelf)
+        asked = prefix(cache, 0, 64)
+        await ahead.bring(asked)
+        for wanted in range(3):
+            lease = cache.acquire(asked, 0.0)
+            ahead.keep(lease)
+            cache.release(lease)
+            await ahead.settle()
+            assert len(shelf.stored) == (4 if tier == "far" and wanted else 0)
+        sound(cache)
+
+    run(scenario())
+
+
+def test_what_could_not_be_copied_down_is_tried_again():
+    async def scenario():
+        shelf = Shelf(tier=[])
+        cache, ahead = shelved(shelf)
+        kept = shelf.store
+        shelf.store = lambda *_: asyncio.sleep(-1, 1 / 0)
+        asked = prefix(cache, 0, 64)
+        for wanted in range(4):
+            if wanted == 2:
+                shelf.store = kept
+            lease = cache.acquire(asked, 0.0)
+            cache.commit(lease)
+            ahead.keep(lease)
+            cache.release(lease)
+            await ahead.settle()
+        assert shelf.stored == list(asked.keys)
+        sound(cache)
 
     run(scenario())

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +21,12 @@ from scorer.config import Config
 from scorer.engine import Engine
 from scorer.errors import ConfigError
 from scorer.kv_codec import CODECS
-from scorer.kv_entry import BadEntry, content_of, entry, namespace_of
+from scorer.kv_copies import PORTION, PageCopies
+from scorer.kv_entry import BadEntry, content_of, entry, namespace_of, view_of
+from scorer.kv_file import ALIGNMENT, FileStore
+from scorer.kv_remote import RemoteStore
 from scorer.kv_setup import fingerprint
-from scorer.kv_stores import ALIGNMENT, FileStore, HostStore, RemoteStore
+from scorer.kv_stores import HostStore
 from scorer.kv_tiers import FAULTS, KvTiers
 from tests.models import tiny
 from tests.redis_server import needs_redis, redis_server
@@ -31,6 +35,9 @@ from tests.scorer.test_cache_neutral import asked, assert_alone, ids, log_odds
 NAMESPACE = namespace_of("model", "revision")
 PAGE = 16
 PAGES = 8
+CONTENT = (
+    2 * 3 * PAGE * 2 * 16 * 4
+)  # bytes of a page of the tiny model: K and V, layers, tokens, heads, head_dim, float32
 
 
 def key(n):
@@ -42,7 +49,7 @@ def key(n):
 
 def test_an_entry_is_read_back_by_its_own_name_only():
     data = entry(NAMESPACE, key(1), b"content")
-    assert content_of(data, NAMESPACE, key(1)) == b"content"
+    assert content_of(data, NAMESPACE, key(1)) == (b"content", 0)
     for namespace, name in ((namespace_of("other"), key(1)), (NAMESPACE, key(2))):
         with pytest.raises(BadEntry, match="foreign"):
             content_of(data, namespace, name)
@@ -67,23 +74,60 @@ def test_any_cut_is_detected(length):
 # --- stores
 
 
+def block(n, size=5000):
+    return torch.full((size,), n, dtype=torch.uint8)
+
+
+def has(store, n, size=5000):
+    """Whether the store gives block n back as it was."""
+    content = store.get(key(n))
+    return content is not None and torch.equal(content, block(n, size))
+
+
 def test_host_memory_keeps_its_limit_and_what_was_used_last():
-    store = HostStore(300)
+    store = HostStore(399, 100)
     for n in range(3):
-        store.put(key(n), b"x" * 100)
-    assert store.get(key(0)) == b"x" * 100
-    store.put(key(3), b"y" * 100)
+        store.put(key(n), block(n, 100))
+    assert has(store, 0, 100)
+    store.put(key(3), block(3, 100))
     assert [store.has(key(n)) for n in range(4)] == [True, False, True, True]
-    store.put(key(4), b"z" * 301)
-    assert not store.has(key(4)), "larger than all of it"
+    assert all(has(store, n, 100) for n in (0, 2, 3))
+
+
+def test_what_is_being_read_in_host_memory_stays_as_it_is():
+    store = HostStore(200, 100)
+    store.put(key(0), block(0, 100))
+    store.put(key(1), block(1, 100))
+    reading = store.get(key(0)), store.get(key(1))
+    for n in range(2, 6):
+        store.put(key(n), block(n, 100))
+    assert torch.equal(torch.stack(reading), torch.stack([block(0, 100), block(1, 100)]))
+    assert not any(store.has(key(n)) for n in range(6)), "nobody has room while all of it is read"
+    del reading
+    store.put(key(6), block(6, 100))
+    store.put(key(7), block(7, 100))
+    assert has(store, 6, 100)
+    assert has(store, 7, 100)
+
+
+def test_a_block_of_another_size_is_an_error(tmp_path):
+    file = file_store(tmp_path / "kv")
+    for store, size in ((HostStore(200, 100), 101), (HostStore(200, 100), 99), (file, 2 * ALIGNMENT)):
+        with pytest.raises(OSError, match=f"a block of {size} bytes"):
+            store.put(key(1), block(1, size))
+        assert not store.has(key(1))
+    file.close()
+
+
+def test_limits_that_hold_not_one_block_stop_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="kv_host_bytes 99: one block takes 100"):
+        HostStore(99, 100)
+    with pytest.raises(ConfigError, match="kv_file_bytes 4095: one block takes 4096"):
+        FileStore(tmp_path / "kv", 4095, NAMESPACE, 100)
 
 
 def file_store(path, slots=4, namespace=NAMESPACE, content=5000):
     return FileStore(path, slots * 2 * ALIGNMENT, namespace, content)
-
-
-def block(n, size=5000):
-    return bytes([n]) * size
 
 
 def test_the_file_keeps_blocks_across_restarts_within_its_size(tmp_path):
@@ -95,9 +139,9 @@ def test_the_file_keeps_blocks_across_restarts_within_its_size(tmp_path):
     store.close()
     assert path.stat().st_size <= 4 * 2 * ALIGNMENT
     again = file_store(path)
-    assert [again.get(key(n)) for n in range(6)] == [None, None, *[block(n) for n in range(2, 6)]]
+    assert [has(again, n) for n in range(6)] == [False, False, True, True, True, True]
     again.put(key(9), block(9))
-    assert again.get(key(9)) == block(9)
+    assert has(again, 9)
     again.close()
 
 
@@ -127,13 +171,13 @@ def test_a_torn_entry_is_detected_once_and_then_gone(tmp_path, damage):
     bad = 0
     for n in held:
         try:
-            assert again.get(key(n)) == block(n)
+            assert has(again, n)
         except BadEntry:
             bad += 1
             assert not again.has(key(n))
     assert bad + (2 - len(held)) == 1, "one of the two is damaged, and only one"
     again.put(key(2), block(2))
-    assert again.get(key(2)) == block(2)
+    assert has(again, 2)
     again.close()
 
 
@@ -144,7 +188,7 @@ def test_another_models_file_has_nothing_to_say(tmp_path):
     other = file_store(tmp_path / "kv", namespace=namespace_of("other model"))
     assert not other.has(key(1))
     other.put(key(1), block(7))
-    assert other.get(key(1)) == block(7)
+    assert torch.equal(other.get(key(1)), block(7))
     other.close()
 
 
@@ -161,19 +205,23 @@ def test_a_full_disk_is_an_error_and_loses_no_slot(tmp_path, monkeypatch):
                 store.put(key(n), block(n))
     for n in range(4):
         store.put(key(n), block(n))
-    assert all(store.get(key(n)) == block(n) for n in range(4))
+    assert all(has(store, n) for n in range(4))
     store.close()
+
+
+def remote(url, namespace=NAMESPACE, compress=False):
+    return RemoteStore(url, namespace, 5000, compress)
 
 
 @needs_redis
 def test_a_real_redis_keeps_blocks_for_other_replicas_and_may_die(tmp_path):
     with redis_server(tmp_path) as server:
-        one, other = RemoteStore(server.url, NAMESPACE), RemoteStore(server.url, NAMESPACE)
+        one, other = remote(server.url), remote(server.url)
         one.put(key(1), block(1))
-        assert other.get(key(1)) == block(1)
+        assert has(other, 1)
         assert other.get(key(2)) is None
-        assert RemoteStore(server.url, namespace_of("other")).get(key(1)) is None
-        one._client.set(one._name(key(3)), entry(NAMESPACE, key(3), block(3))[:-7])
+        assert remote(server.url, namespace_of("other")).get(key(1)) is None
+        one._client.set(one._name(key(3)), entry(NAMESPACE, key(3), view_of(block(3)))[:-7])
         with pytest.raises(BadEntry, match="truncated"):
             other.get(key(3))
         server.kill()
@@ -183,47 +231,113 @@ def test_a_real_redis_keeps_blocks_for_other_replicas_and_may_die(tmp_path):
         server.start()
         assert other.get(key(1)) is None, "it came back empty"
         one.put(key(1), block(1))
-        assert other.get(key(1)) == block(1)
+        assert has(other, 1)
         one.close()
         other.close()
 
 
+@needs_redis
+def test_compressed_blocks_are_smaller_and_read_by_whoever_compresses_or_not(tmp_path):
+    with redis_server(tmp_path) as server:
+        plain, small = remote(server.url), remote(server.url, compress=True)
+        small.put(key(1), block(1))
+        assert small._client.strlen(small._name(key(1))) < 300
+        assert has(plain, 1)
+        plain.put(key(2), block(2))
+        assert has(small, 2)
+        plain.close()
+        small.close()
+
+
+@needs_redis
+@pytest.mark.parametrize("content", ["no zstd", "more than a block"])
+def test_what_unpacks_to_no_block_is_damaged(content, tmp_path):
+    import zstandard
+
+    packed = (
+        b"nonsense"
+        if content == "no zstd"
+        else zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
+    )
+    with redis_server(tmp_path) as server:
+        store = remote(server.url)
+        store._client.set(store._name(key(1)), entry(NAMESPACE, key(1), packed, 1))
+        with pytest.raises(BadEntry, match="damaged"):
+            store.get(key(1))
+        store.close()
+
+
 def test_an_address_that_is_none_stops_the_start():
     with pytest.raises(ConfigError, match="kv_remote"):
-        RemoteStore("nonsense", NAMESPACE)
+        remote("nonsense")
 
 
-# --- codecs
+# --- codecs and copies
 
 
-def layers(dtype, pages=3):
+def values(dtype, heads=2, pages=3):
     torch.manual_seed(0)
-    return [tuple((torch.randn(pages, PAGE, heads, 16) * 3).to(dtype) for _ in "kv") for heads in (2, 2, 4)]
-
-
-def shapes(of):
-    return [(k.shape[1:], v.shape[1:], k.dtype) for k, v in of]
+    return (torch.randn(pages, PAGE, heads, 16) * 3).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CODECS)
 def test_a_codec_gives_back_what_it_was_given(name, dtype):
-    codec, given = CODECS[name], layers(dtype)
-    contents = codec.encode(given)
-    assert [len(content) for content in contents] == [codec.size(shapes(given))] * 3
-    for (k, v), (k2, v2) in zip(given, codec.decode(contents, shapes(given)), strict=True):
-        for before, after in ((k, k2), (v, v2)):
-            assert after.dtype == dtype
-            if name == "exact":
-                assert torch.equal(before, after)
-            else:
-                largest = before.float().abs().amax(dim=(1, 3), keepdim=True)
-                assert ((before.float() - after.float()).abs() <= largest / 16).all()
+    codec, before = CODECS[name], values(dtype)
+    rows = codec.encode(before)
+    assert rows.shape == (3, codec.size(before.shape[1:], dtype))
+    after = codec.decode(rows, before.shape[1:], dtype)
+    assert after.dtype == dtype
+    if name == "exact":
+        assert torch.equal(before, after)
+    else:
+        largest = before.float().abs().amax(dim=(1, 3), keepdim=True)
+        assert ((before.float() - after.float()).abs() <= largest / 16).all()
 
 
 def test_fp8_takes_half_of_bf16():
-    given = layers(torch.bfloat16)
-    assert CODECS["fp8"].size(shapes(given)) < 0.51 * CODECS["exact"].size(shapes(given))
+    shape = torch.Size((PAGE, 2, 16))
+    assert CODECS["fp8"].size(shape, torch.bfloat16) < 0.51 * CODECS["exact"].size(shape, torch.bfloat16)
+
+
+def pages_of(layers, count, dtype=torch.float32):
+    """Kept pages of layers that differ in heads, with random content."""
+    made = KvPages(count, PAGE)
+    for number, heads in enumerate(layers):
+        k, v = made.layer(number, torch.empty(0, heads, 16, dtype=dtype), torch.empty(0, heads, 8, dtype=dtype))
+        k.copy_(torch.randn(k.shape))
+        v.copy_(torch.randn(v.shape))
+    return made
+
+
+def copies_of(pages, layers, dtype=torch.float32, codec="exact"):
+    shapes = [(torch.Size((PAGE, heads, 16)), torch.Size((PAGE, heads, 8))) for heads in layers]
+    return PageCopies(pages, CODECS[codec], shapes, dtype)
+
+
+@pytest.mark.parametrize("count", [1, PORTION, PORTION + 3])
+def test_pages_are_copied_out_and_into_others_and_no_other_page_changes(count):
+    layers = (2, 1, 4)
+    ours, theirs = pages_of(layers, 2 * count + 2), pages_of(layers, 2 * count + 2)
+    rng = np.random.default_rng(0)
+    out, into = (rng.permutation(2 * count + 2)[:count].astype(np.int32) for _ in range(2))
+    rows = copies_of(ours, layers).out(out)
+    assert [len(row) for row in rows] == [copies_of(ours, layers).row_bytes] * count
+    before = [tensor.clone() for tensor in theirs.tensors()]
+    copies_of(theirs, layers).into(into, rows)
+    for source, target, old in zip(ours.tensors(), theirs.tensors(), before, strict=True):
+        assert torch.equal(target[into], source[out])
+        others = np.setdiff1d(np.arange(2 * count + 2), into)
+        assert torch.equal(target[others], old[others])
+
+
+def test_copies_are_ready_once_every_layer_has_its_pages():
+    pages, layers = KvPages(2, PAGE), (2, 1)
+    copies = copies_of(pages, layers)
+    for number, heads in enumerate(layers):
+        assert not copies.ready
+        pages.layer(number, torch.empty(0, heads, 16), torch.empty(0, heads, 8))
+    assert copies.ready
 
 
 # --- through the batcher, over a tiny real model
@@ -234,7 +348,8 @@ def made_of(stores, codec="exact", model=None):
     model = model or tiny("qwen3")
     pages = KvPages(PAGES, PAGE)
     engine = Engine(model, make("torch", pages), PAGE, PAGES)
-    tiers = KvTiers(pages, CODECS[codec], stores, engine.on_thread)
+    shape = torch.Size((PAGE, 2, 16))
+    tiers = KvTiers(PageCopies(pages, CODECS[codec], [(shape, shape)] * 3, torch.float32), stores)
     batcher = Batcher(
         engine.execute,
         BatcherLimits(4096, 1024, 1 << 20),
@@ -272,8 +387,7 @@ async def twice(batcher, request):
 
 async def crowd(batcher, rng):
     """Everything leaves the pages, and someone else's prefix takes their place."""
-    while batcher.cache._evict(0.0):
-        pass
+    batcher.cache.clear()
     await batcher.submit(asked(rng, ids(rng, 90), [3]))
 
 
@@ -300,14 +414,13 @@ def scenario(stores, check, codec="exact"):
 
 @pytest.fixture(params=["host", "file", "remote"])
 def store(request, tmp_path):
-    content = CODECS["exact"].size([(torch.Size((PAGE, 2, 16)),) * 2 + (torch.float32,)] * 3)
     if request.param == "host":
-        yield HostStore(1 << 24)
+        yield HostStore(1 << 24, CONTENT)
     elif request.param == "file":
-        yield FileStore(tmp_path / "kv", 1 << 24, NAMESPACE, content)
+        yield FileStore(tmp_path / "kv", 1 << 24, NAMESPACE, CONTENT)
     elif request.getfixturevalue("redis_binary"):
         with redis_server(tmp_path) as server:
-            yield RemoteStore(server.url, NAMESPACE)
+            yield RemoteStore(server.url, NAMESPACE, CONTENT)
 
 
 @pytest.fixture
@@ -325,7 +438,7 @@ def test_what_left_the_pages_comes_back_from_a_tier_and_scores_the_same(store):
         await twice(batcher, request)
         tiers.flush()
         await crowd(batcher, rng)
-        assert batcher.cache.hit(batcher._chain(request)) == 0
+        assert batcher.cache.hit(batcher.chain(request)) == 0
         answer = await batcher.submit(request)
         assert answer.cached_prefix_tokens == 70
         assert answer.computed_tokens == 32
@@ -349,7 +462,7 @@ def test_a_beginning_that_a_tier_has_serves_a_longer_prefix_under_every_strategy
         assert_alone(tiny("qwen3"), longer, answer)
         assert answer.cached_prefix_tokens == 64
 
-    scenario([HostStore(1 << 24)], check)
+    scenario([HostStore(1 << 24, CONTENT)], check)
 
 
 def test_what_was_wanted_once_is_not_copied_down():
@@ -359,7 +472,7 @@ def test_what_was_wanted_once_is_not_copied_down():
         tiers.flush()
         assert tiers.totals.moved == {}
 
-    scenario([HostStore(1 << 24)], check)
+    scenario([HostStore(1 << 24, CONTENT)], check)
 
 
 def test_many_who_wait_for_one_prefix_fetch_it_once():
@@ -374,7 +487,7 @@ def test_many_who_wait_for_one_prefix_fetch_it_once():
             assert answer.cached_prefix_tokens == 70
         assert batcher.ahead.counts.chosen["fetch"] == 1
 
-    scenario([HostStore(1 << 24)], check)
+    scenario([HostStore(1 << 24, CONTENT)], check)
 
 
 class Broken(HostStore):
@@ -388,7 +501,7 @@ class Broken(HostStore):
         if self.mode == "damaged":
             raise BadEntry("damaged")
         content = super().get(name)
-        return content[:-4] if self.mode == "short" and content else content
+        return content if content is None or self.mode != "short" else content[:-4]
 
     def put(self, name, content):
         if self.mode == "full":
@@ -398,7 +511,7 @@ class Broken(HostStore):
 
 @pytest.mark.parametrize(("mode", "kind"), [("raises", "io"), ("damaged", "damaged"), ("short", "foreign")])
 def test_whatever_is_wrong_in_a_tier_the_prefix_is_computed(mode, kind):
-    store = Broken(1 << 24)
+    store = Broken(1 << 24, CONTENT)
 
     async def check(batcher, tiers, request, rng):
         await twice(batcher, request)
@@ -414,7 +527,7 @@ def test_whatever_is_wrong_in_a_tier_the_prefix_is_computed(mode, kind):
 
 
 def test_a_store_that_fails_again_and_again_rests():
-    store = Broken(1 << 24)
+    store = Broken(1 << 24, CONTENT)
     store.mode = "full"
 
     async def check(batcher, tiers, request, rng):
@@ -429,11 +542,32 @@ def test_a_store_that_fails_again_and_again_rests():
     scenario([store], check)
 
 
-def test_another_model_or_revision_gets_no_hit_from_the_file(tmp_path):
-    content = CODECS["exact"].size([(torch.Size((PAGE, 2, 16)),) * 2 + (torch.float32,)] * 3)
+def test_what_a_slow_store_cannot_take_is_left_out_and_tried_again_later(monkeypatch):
+    monkeypatch.setattr("scorer.kv_tiers.MOST_BEHIND", 3 * CONTENT)
+    store = Broken(1 << 24, CONTENT)
+    gate = threading.Event()
+    store.put = lambda *_: gate.wait(10) or None
 
+    async def check(batcher, tiers, request, rng):
+        await twice(batcher, request)  # five blocks, whatever the limit: nothing else waits
+        other = asked(rng, ids(rng, 40), [9])
+        await twice(batcher, other)
+        assert tiers._behind == 5 * CONTENT, "the other one's three blocks do not wait behind them"
+        gate.set()
+        tiers.flush()
+        assert tiers._behind == 0
+        del store.put
+        await batcher.submit(other)
+        await batcher.ahead.settle()
+        tiers.flush()
+        assert tiers.totals.moved["host", "down"] == 8 * CONTENT
+
+    scenario([store], check)
+
+
+def test_another_model_or_revision_gets_no_hit_from_the_file(tmp_path):
     async def once(namespace, salt, model):
-        batcher, tiers, engine = made_of([FileStore(tmp_path / "kv", 1 << 24, namespace, content)], model=model)
+        batcher, tiers, engine = made_of([FileStore(tmp_path / "kv", 1 << 24, namespace, CONTENT)], model=model)
         patient(batcher)._salt = salt
         rng = np.random.default_rng(0)
         request = asked(rng, ids(rng, 70), [9])
@@ -477,7 +611,7 @@ def test_fp8_drifts_and_says_so():
         drift.append(np.abs(log_odds(answer) - before).max())
         apart.append(np.ptp(before))
 
-    scenario([HostStore(1 << 24)], check, codec="fp8")
+    scenario([HostStore(1 << 24, CONTENT // 4 + 6 * 2 * 4)], check, codec="fp8")  # and six times two scales
     assert 1e-4 < drift[0] < apart[0]
 
 
@@ -486,5 +620,5 @@ def test_tiers_without_a_cache_stop_the_start(tmp_path):
 
     config = Config.read({"kv_host_bytes": 1000, "cache_tokens": 0}, {})
     with pytest.raises(ConfigError, match="cache_tokens is 0"):
-        make_tiers(config, tiny("qwen3"), KvPages(0, 16), None, b"")
-    assert make_tiers(Config.read({}, {}), tiny("qwen3"), KvPages(0, 16), None, b"") is None
+        make_tiers(config, tiny("qwen3"), KvPages(0, 16), b"")
+    assert make_tiers(Config.read({}, {}), tiny("qwen3"), KvPages(0, 16), b"") is None

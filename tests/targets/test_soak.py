@@ -1,9 +1,11 @@
 """Thirty minutes at twice what the service can do, with callers that go away, deadlines, and tiers that fail.
 
-Run by `make soak`; SOAK_SECONDS says how long. Every call must end, and be in the metrics; memory must stay flat.
+Run by `make soak`; SOAK_SECONDS says how long. Every call must end, and be in the metrics; memory must stay flat. What
+happened is written to SOAK_OUTPUT.
 """
 
 import asyncio
+import json
 import os
 import random
 import resource
@@ -11,6 +13,8 @@ import time
 import urllib.request
 from collections import Counter
 from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +27,7 @@ from tests.scorer.test_server import document
 from tests.tiny import tiny_model_dir
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "1800"))
+OUTPUT = Path(os.environ.get("SOAK_OUTPUT", "build/soak.json"))
 GRACE = 60.0  # after the last call was sent, and beyond its deadline
 FULL = 3 << 19  # bytes at which the disk is full: less than the tier would like to have
 QUERIES = 300
@@ -155,6 +160,32 @@ async def capacity(client, load):
     return done / 5
 
 
+def write_result(load, memory, after, exit_code):
+    """What the run was and what came of it."""
+    told = ("tier", "fetch", "cache", "refus", "miss", "cancel", "requests_total", "internal", "computed", "queue")
+    metrics = {
+        "".join(f"{part} " for part in ((name,) if isinstance(name, str) else name)).strip(): value
+        for name, value in sorted(after.items(), key=str)
+        if value
+        and any(word in str(name) for word in told)
+        and "_bucket" not in str(name)
+        and "created" not in str(name)
+    }
+    result = {
+        "date": date.today().isoformat(),
+        "seconds": SECONDS,
+        "calls_per_second": round(load.sent / SECONDS, 1),
+        "sent": load.sent,
+        "ended": dict(sorted(load.ended.items())),
+        "exit_code": exit_code,
+        "resident_mib": [round(m) for m in memory],
+        "metrics": metrics,
+    }
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+    OUTPUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result))
+
+
 def test_soak(tmp_path):
     model = tiny_model_dir(tmp_path / "model")
     kv_file = tmp_path / "kv"
@@ -171,8 +202,7 @@ def test_soak(tmp_path):
             after = scraped(server)
         finally:
             exit_code = server.stop()
-    print({name: value for name, value in after.items() if "tier" in str(name) or "fetch" in str(name)})
-    print(dict(load.ended), f"memory MiB: {[round(m) for m in memory]}")
+    write_result(load, memory, after, exit_code)
     assert exit_code == 0
     assert sum(load.ended.values()) == load.sent
     # Who went away, or whose deadline came, may have done so before the call reached the server.
