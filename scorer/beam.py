@@ -122,6 +122,12 @@ class BeamSearcher:
         """Generated tokens of one search whose K/V there is room for."""
         return self._pages.tokens - 1
 
+    @property
+    def max_prompt(self) -> int:
+        """Tokens of a prompt: all but its last one lie in the prefix cache."""
+        cache = self._batcher.cache
+        return cache.pool.pages * cache.page_size + 1
+
     async def search(self, request: BeamRequest, deadline: float | None = None) -> BeamResult:
         """deadline: in the clock's seconds. Cancelling the caller's task ends the search after the step that runs.
 
@@ -146,12 +152,9 @@ class BeamSearcher:
         if slots > self.max_tokens:
             told = f"num_beams * (max_new_tokens - 1) of at most {self.max_tokens} (max_beam_tokens)"
             raise InvalidRequest.of("max_new_tokens", told, slots)
-        cache = self._batcher.cache
-        room = cache.pool.pages * cache.page_size
-        if -(-(len(request.prompt) - 1) // cache.page_size) > cache.pool.pages:
-            raise InvalidRequest.of(
-                "prompt", f"at most {room} tokens, which the prefix cache holds", len(request.prompt)
-            )
+        if len(request.prompt) > self.max_prompt:
+            told = f"at most {self.max_prompt} tokens, as the prefix cache (cache_tokens) holds no more"
+            raise InvalidRequest.of("prompt", told, len(request.prompt))
 
     async def _search(self, request: BeamRequest, deadline: float | None) -> BeamResult:
         began = self._clock()

@@ -37,6 +37,8 @@ REASONS = {
     Ended.CONSTRAINT: pb.FINISH_REASON_CONSTRAINT,
 }
 
+PROMPTS = {"query": "query.text", "raw_text": "raw_text", "token_ids": "token_ids.ids"}
+
 Prepare = Callable[[pb.BeamSearchRequest], BeamRequest]
 OnTokenizer = Callable[[Prepare, pb.BeamSearchRequest], Awaitable[BeamRequest]]
 
@@ -70,11 +72,19 @@ def prepare(runtime: Runtime, request: pb.BeamSearchRequest) -> BeamRequest:
     trie = _trie(runtime, request, bad)
     bad.check()
     prompt = runtime.tokenization.prefix(request)
+    _check_prompt(runtime, request, len(prompt), bad)
     context, new = runtime.limits.max_context_tokens, request.max_new_tokens
     if len(prompt) + new > context:
         bad.add("max_new_tokens", f"at most {context - len(prompt)} behind a prompt of {len(prompt)} tokens", new)
     bad.check()
     return BeamRequest(prompt, options, trie, Asked(request.tenant, PRIORITIES[request.priority]))
+
+
+def _check_prompt(runtime: Runtime, request: pb.BeamSearchRequest, tokens: int, bad: Violations) -> None:
+    assert runtime.beams is not None, "checked before"
+    if tokens > (most := runtime.beams.max_prompt):
+        field = PROMPTS[request.WhichOneof("prefix") or "raw_text"]
+        bad.add(field, f"at most {most} tokens, as the prefix cache (cache_tokens) holds no more", tokens)
 
 
 def _options(runtime: Runtime, request: pb.BeamSearchRequest, bad: Violations) -> BeamOptions:

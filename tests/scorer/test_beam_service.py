@@ -230,6 +230,15 @@ def test_a_service_without_room_for_beams_says_so(model_dir, tmp_path):
         assert made.runner.run(made.at.client.model_info()).limits.max_num_beams == 0
 
 
+def test_a_prompt_beyond_the_cache_is_refused_by_its_field(model_dir, tmp_path):
+    with live(model_dir, PROFILE, tmp_path, check=False, cache_tokens=64) as made:
+        ids = pb.TokenIds(ids=[20] * 65)
+        assert len(send(made, asked(token_ids=ids)).sequences) == 4
+        ids.ids.append(20)
+        told = "at most 65 tokens, as the prefix cache (cache_tokens) holds no more, got 66"
+        assert refused(made, asked(token_ids=ids)) == {"token_ids.ids": told}
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
