@@ -7,6 +7,7 @@ the same on all of them, each keeps the K/V of its heads.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -62,6 +63,7 @@ class Group:
         self.rank, self.count = place.rank, place.count
         if cuda:
             torch.cuda.set_device(place.local)
+            os.environ.setdefault("LOCAL_RANK", str(place.local))  # transformers asks it for this rank's GPU
         given: dict[str, Any] = {} if place.rendezvous == "env://" else {"rank": place.rank, "world_size": place.count}
         device = torch.device("cuda", place.local) if cuda else None
         dist.init_process_group(
