@@ -67,8 +67,8 @@ def test_what_was_copied_out_comes_back_bit_for_bit_while_the_gpu_works(pinned):
 
 
 def test_fp8_decodes_to_the_same_as_on_a_cpu():
-    """A GPU divides by a constant through its reciprocal: scales differ in the last bit, and a value on the edge between
-    two codes may get the other one, an eighth away."""
+    """A GPU divides by a constant through its reciprocal: scales differ in the last bit, and a value on the edge
+    between two codes may get the other one, an eighth away."""
     pages, codec = pages_of(8), CODECS["fp8"]
     rows = torch.stack(copies_of(pages, "fp8").out(np.arange(8, dtype=np.int32)))
     size = codec.size(SHAPE, torch.bfloat16)
