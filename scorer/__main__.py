@@ -152,8 +152,10 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _ended(code: int) -> int:
-    """Ends the process at once where a pass outlives the grace: the interpreter would wait for its thread."""
-    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+    """Ends the process at once where a pass outlives the grace, as the interpreter would wait for its thread, and where
+    a model is still being loaded, as a compiler's threads would abort the process under it."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if any(not thread.daemon or thread.name == "load" for thread in others):
         logging.shutdown()
         os._exit(code)
     return code
