@@ -88,7 +88,8 @@ def graph_key(arrays: PassArrays, buckets: tuple[int, ...], cut: Cut) -> GraphKe
     split = arrays.tiles.parts > 0
     for tokens in buckets:
         padding = -(-(tokens - len(arrays.ids)) // cut.tokens)
-        if tokens >= len(arrays.ids) and len(arrays.tiles.tiles) + padding <= tile_capacity(tokens, cut, split):
+        room = tokens >= max(len(arrays.ids), len(arrays.keep_rows))  # a row may be kept in several pages
+        if room and len(arrays.tiles.tiles) + padding <= tile_capacity(tokens, cut, split):
             few = few_reads(tokens)
             return GraphKey(tokens, few if len(arrays.reads) <= few else tokens, arrays.paged, split)
     return None

@@ -73,12 +73,13 @@ def test_the_articles_row_and_whether_the_measured_choice_agrees(scene):
 
 
 def test_where_the_machine_agrees_with_the_article_and_where_not():
-    """On an H200: ragged for longer items behind a short prefix; not for short ones behind a long one."""
+    """On an H200: ragged for longer items behind a short prefix, or as good as the best; not for short ones behind a
+    long one."""
 
     def agrees(prefix, item, items):
         return explain(built_in(), prefix, 0, np.full(items, item), 64, Measured(built_in()))["article"]["agrees"]
 
-    assert agrees(96, 256, 32)
+    assert agrees(96, 256, 64)
     assert not agrees(8196, 64, 64)
 
 

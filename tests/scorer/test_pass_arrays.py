@@ -115,3 +115,16 @@ def test_many_short_requests_find_room():
     key = graph_key(arrays, BUCKETS, cut)
     assert len(arrays.tiles.tiles) <= tile_capacity(key.tokens, cut, key.split)
     assert key.reads == few_reads(key.tokens)
+
+
+def test_a_row_that_several_pages_keep_takes_a_graph_with_room_for_it():
+    """A prefix that ends inside a page, kept again at the beginning of each page that continues it."""
+    layout = Layout.of([Segment(-1, 5), *[Segment(0, 12), Segment(0, 12)], Segment(1, 1), Segment(2, 1)])
+    kept = Pages(
+        16, 5, tuple(np.arange(n, n + count, dtype=np.int32) for n, count in ((0, 1), (1, 2), (3, 2))) + (None,) * 2
+    )
+    arrays, _ = arrays_of(layout, kept, Cut(16, 8))
+    assert len(arrays.keep_rows) > len(arrays.ids)
+    key, views, _, _ = filled(arrays, Cut(16, 8))
+    assert key.tokens >= len(arrays.keep_rows)
+    np.testing.assert_array_equal(views["keep_rows"][: len(arrays.keep_rows)], arrays.keep_rows)
