@@ -1,0 +1,257 @@
+"""What admission says and where its edges lie, on a device that is less exact than its predictions."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batching.errors import CannotFinish, OverShare
+from batching.pass_time import Work
+from batching.scheduler import (
+    CLASS_RESERVE,
+    OPTIMISM,
+    PROMISE_RESERVE,
+    SHARE_FILL,
+    Scheduler,
+    SchedulerLimits,
+    Ticket,
+    first_come,
+)
+from tests.attention.draw import examples
+
+PASS = 100  # tokens
+MARGIN = 1.25
+
+
+class Late:
+    """A millisecond a token is predicted, and a quarter more is to be reckoned with."""
+
+    margin, known = MARGIN, True
+
+    def share(self, work, pass_tokens):
+        return work.tokens / 1000
+
+
+def scheduler(queue_tokens=1_000_000):
+    return Scheduler(SchedulerLimits(PASS, queue_tokens), Late())
+
+
+def ticket(tokens, deadline=None, tenant="", priority=0, partial=False, submitted=0.0):
+    return Ticket(tenant, priority, submitted, deadline, partial, Work(tokens))
+
+
+def waiting(made, *tickets):
+    queue = []
+    for one in tickets:
+        made.admit(one, queue, 0.0, one.submitted)
+        queue.append(one)
+    return queue
+
+
+# --- when a request is done: that of the pass which has its last tokens
+
+
+def walked(lengths):
+    """Tokens computed when each is done: pass after pass, token after token, as the composer fills them."""
+    passes, left = [[]], PASS
+    for number, tokens in enumerate(lengths):
+        if left < tokens <= PASS:
+            passes.append([])  # what fits a pass whole is not split
+            left = PASS
+        while tokens:
+            if not left:
+                passes.append([])
+                left = PASS
+            part = min(tokens, left)
+            passes[-1].append((number, part))
+            tokens, left = tokens - part, left - part
+    done, end = {}, 0
+    for one in passes:
+        end += sum(part for _, part in one)
+        done |= {number: end for number, _ in one}
+    return [done[number] for number in range(len(lengths))]
+
+
+@given(st.lists(st.integers(1, 350), min_size=1, max_size=12))
+@examples(150)
+def test_a_request_is_done_when_the_pass_is_that_has_the_last_of_it(lengths):
+    made = scheduler()
+    tickets = [ticket(tokens) for tokens in lengths]
+    for one in tickets:
+        made.estimate(one)
+    ends = made._ends(tickets, 7.0)
+    assert ends == pytest.approx([7.0 + MARGIN * tokens / 1000 for tokens in walked(lengths)])
+
+
+# --- the caller's own deadline
+
+
+@pytest.mark.parametrize("priority", [-1, 0, 1])
+def test_the_edge_of_a_deadline(priority):
+    """Behind 100 tokens, 40 are done in 175 ms as it is to be reckoned."""
+    patience = MARGIN * 0.14 / (1 - CLASS_RESERVE[priority])
+    for more, let_in in ((1e-6, True), (-1e-3, False)):
+        made = scheduler()
+        queue = waiting(made, ticket(100, 5.15, priority=1, submitted=5.0))
+        asked = ticket(40, 5.0 + patience + more, priority=priority, submitted=5.0)
+        if let_in:
+            made.admit(asked, queue, 5.0, 5.0)
+            continue
+        with pytest.raises(CannotFinish) as caught:
+            made.admit(asked, queue, 5.0, 5.0)
+        assert str(caught.value) == f"it would be done in 0.175 s, its deadline is in {patience + more:.3f} s"
+        assert caught.value.retry_after == pytest.approx(max(0.01, 1e-3 * (1 - CLASS_RESERVE[priority])))
+
+
+def test_who_takes_a_part_must_be_able_to_begin():
+    for deadline, let_in in ((0.125 + 1e-6, True), (0.124, False)):
+        made = scheduler()
+        queue = waiting(made, ticket(100, 0.2, priority=1))
+        asked = ticket(400, deadline, partial=True, priority=-1)
+        if let_in:
+            made.admit(asked, queue, 0.0, 0.0)
+        else:
+            with pytest.raises(CannotFinish, match=r"done in 0.125 s, its deadline is in 0.124 s"):
+                made.admit(asked, queue, 0.0, 0.0)
+
+
+# --- promises to others
+
+
+@pytest.mark.parametrize(("tokens", "broken"), [(40, False), (42, True)])
+def test_the_edge_of_a_promise(tokens, broken):
+    """The first one came at 1.0 with 300 ms of patience, of which 5 % stay free: 285 ms for 125 and 160 of others."""
+    made = scheduler()
+    promised = ticket(100, 1.3, submitted=1.0)
+    queue = waiting(made, promised)
+    latest = promised.deadline - PROMISE_RESERVE * 0.3 - 1.0
+    ahead = latest - MARGIN * 0.1  # what may come before it
+    urgent = ticket(int(1000 * ahead / MARGIN) + (tokens - 40), 1.29, priority=1, submitted=1.0)
+    assert (urgent.work.tokens + 100) * MARGIN / 1000 > latest or not broken
+    if not broken:
+        made.admit(urgent, queue, 1.0, 1.0)
+        return
+    with pytest.raises(CannotFinish, match=r"^a request that was accepted before would miss its deadline$") as caught:
+        made.admit(urgent, queue, 1.0, 1.0)
+    assert caught.value.retry_after == pytest.approx(urgent.seconds)
+
+
+@pytest.mark.parametrize("kind", ["hopeless", "partial", "no deadline"])
+def test_nobody_is_refused_for_one_who_has_nothing_to_lose(kind):
+    made = scheduler()
+    made.pass_time.margin = 1.0
+    deadline = {"hopeless": 0.05, "partial": 0.12, "no deadline": None}[kind]
+    queue = waiting(made, ticket(100, deadline, partial=kind == "partial"))
+    made.admit(ticket(60, 0.1, priority=1), queue, 0.0, 0.0)
+
+
+def test_who_stands_before_the_new_one_loses_nothing_through_it():
+    made = scheduler()
+    first = ticket(100, 0.14, priority=1)
+    queue = waiting(made, first)
+    made.admit(ticket(100, 5.0), queue, 0.0, 0.0)
+    assert made.order(queue, 0.0) == [first]
+
+
+# --- shares
+
+
+def shared(queue_tokens=1_000_000, now=0.0):
+    """A scheduler of which tenant b asks for at least its share."""
+    made = scheduler(queue_tokens)
+    for _ in range(200):
+        made.shares.asked("b", 0.1, now)
+    return made
+
+
+def test_the_edge_of_a_share_of_the_time():
+    room = 0.5 * SHARE_FILL * (1 - CLASS_RESERVE[0])  # of one second
+    made = shared(now=10.0)
+    queue = waiting(made, ticket(100, 11.0, "a", submitted=10.0))
+    most = int(1000 * room) - 100
+    with pytest.raises(OverShare) as caught:
+        made.admit(ticket(most + 1, 11.0, "a", submitted=10.0), queue, 10.0, 10.0)
+    need = 0.1 + (most + 1) / 1000
+    told = f"this tenant's requests need {need:.3f} s, its 50% before the deadline are {room:.3f} s"
+    assert str(caught.value) == told
+    assert caught.value.retry_after == pytest.approx(max(0.01, need - room))
+    with pytest.raises(OverShare) as caught:
+        made.admit(ticket(most + 400, 11.0, "a", submitted=10.0), queue, 10.0, 10.0)
+    assert caught.value.retry_after == pytest.approx(0.1 + (most + 400) / 1000 - room)
+    made.admit(ticket(most, 11.0, "a", submitted=10.0), queue, 10.0, 10.0)
+
+
+def test_the_edge_of_a_share_of_the_queue():
+    made = shared(queue_tokens=1000)
+    queue = waiting(made, ticket(300, tenant="a"), ticket(150, tenant="b"))
+    with pytest.raises(OverShare) as caught:
+        made.admit(ticket(201, tenant="a"), queue, 0.0, 0.0)
+    assert str(caught.value) == "300 tokens of this tenant wait: its share of 1000 is 50% while others ask too"
+    assert caught.value.retry_after == pytest.approx((0.3 + 0.15) / 2 * 0.5)
+    made.admit(ticket(200, tenant="a"), queue, 0.0, 0.0)
+
+
+def test_a_first_request_of_a_tenant_may_be_more_than_its_share():
+    made = shared(queue_tokens=1000)
+    queue = waiting(made, ticket(150, tenant="b"))
+    made.admit(ticket(800, tenant="a"), queue, 0.0, 0.0)
+
+
+def test_one_tenant_alone_may_fill_the_queue():
+    made = scheduler(queue_tokens=1000)
+    queue = waiting(made, ticket(600, tenant="a"))
+    made.admit(ticket(400, tenant="a"), queue, 0.0, 0.0)
+
+
+# --- bytes
+
+
+def test_what_bytes_are_in_tokens_is_the_first_seen_and_then_learned_slowly():
+    made = scheduler()
+    for size, tokens, expected in ((0, 9, None), (1, 3, 3.0), (100, 200, 2.95), (0, 9, 2.95), (50, 0, 2.8025)):
+        made.learn_size(size, tokens)
+        assert made._tokens_per_byte == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_edge_of_bytes():
+    """A token a byte, half of what is predicted: behind 1,000 tokens 400 bytes want 700 ms."""
+    for order in (None, first_come):
+        made = scheduler()
+        if order is not None:
+            made._order = order
+        made.learn_size(10, 10)
+        ahead = ticket(1000, 6.5, submitted=5.0)
+        made.estimate(ahead)
+        ahead.due = 5.05
+        need = OPTIMISM * 1.4
+        with pytest.raises(CannotFinish) as caught:
+            made.admit_bytes(ticket(0, 5.0 + need - 0.1, submitted=5.0), 400, [ahead], 0.0, 5.0)
+        assert str(caught.value) == f"400 bytes could not be scored in the {need - 0.1:.3f} s that are left"
+        assert caught.value.retry_after == pytest.approx(0.1)
+        made.admit_bytes(ticket(0, 5.0 + need + 1e-6, submitted=5.0), 400, [ahead], 0.0, 5.0)
+        with pytest.raises(CannotFinish):
+            made.admit_bytes(ticket(0, 5.0 + need + 1e-6, submitted=5.0), 400, [ahead], 5.001, 5.0)
+
+
+def test_equals_in_the_queue_stand_before_the_new_one():
+    made = scheduler()
+    made._order = lambda ticket, now: ()
+    made.learn_size(1, 1)
+    ahead = ticket(1000)
+    made.estimate(ahead)
+    with pytest.raises(CannotFinish):
+        made.admit_bytes(ticket(0, 0.4), 1, [ahead], 0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["partial", "no deadline", "unknown device", "unknown bytes", "idle", "later ones"])
+def test_bytes_refuse_nobody_where_nothing_can_be_said(kind):
+    made = scheduler()
+    made.pass_time.known = kind != "unknown device"
+    if kind != "unknown bytes":
+        made.learn_size(1, 1)
+    queue = [] if kind == "idle" else [ticket(10_000, submitted=0.0)]
+    for one in queue:
+        made.estimate(one)
+        one.due = 1e6 if kind == "later ones" else 0.0
+    deadline = None if kind == "no deadline" else 0.4
+    size = 100 if kind == "later ones" else 100_000
+    made.admit_bytes(ticket(0, deadline, partial=kind == "partial"), size, queue, 0.0, 0.0)
