@@ -1,15 +1,18 @@
+from dataclasses import replace
+from itertools import permutations
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.plans import Strategy
-from batching.packing import Group, fold, pack, unpack
+from batching.packing import Group, alone, fold, pack, unpack
 from batching.page_pool import PagePool
 from batching.select import Budget, Threshold, choose
 from batching.types import Item, Reads, TokenizedRequest
 from tests.attention.draw import examples
-from tests.batching.fake import ids, item, request
+from tests.batching.fake import PAGE, ids, item, request
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=9)
 
@@ -35,6 +38,21 @@ def groups(draw):
     own = draw(st.booleans())
     strategies = tuple(Strategy.NAIVE if own else draw(sharing) for _ in some)
     return Group(asked, some, strategies)
+
+
+@st.composite
+def kept_groups(draw):
+    """Groups of which some have pages of their own for their prefix, with some of it written."""
+    made, page = [], 0
+    for group in draw(st.lists(groups(), min_size=1, max_size=4)):
+        prefix = len(group.request.prefix)
+        needed = -(-prefix // PAGE)
+        if prefix and Strategy.NAIVE not in group.strategies and draw(st.booleans()):
+            pages = np.arange(page, page + needed, dtype=np.int32)
+            group = replace(group, cached=draw(st.integers(0, prefix)), pages=pages)
+            page += needed
+        made.append(group)
+    return made
 
 
 @given(given_groups=st.lists(groups(), min_size=1, max_size=4))
@@ -126,3 +144,61 @@ def test_an_item_of_every_read_kind_packs():
     batch = pack([Group(request([5], [1, 2]), (0,), (Strategy.MULTI_ITEM,))])
     assert batch.read_rows.tolist() == [2]
     assert batch.read_ids.tolist() == ids(1, 2).tolist()
+
+
+@given(given_groups=kept_groups())
+@examples(100)
+def test_an_item_of_a_pass_is_a_pass_of_its_own(given_groups):
+    """The same ids, positions, reads and pages as within the pass; nothing of the others."""
+    batch = pack(given_groups, PAGE)
+    for number, share in enumerate(batch.shares):
+        one = alone(batch, number)
+        asked = given_groups[share.request].request
+        item_, whole = asked.items[share.item], np.concatenate([asked.prefix, asked.items[share.item].ids])
+        path = batch.layout.path(int(batch.layout.leaves[number]))
+        assert one.layout.parent.tolist() == list(range(-1, len(path) - 1))
+        assert one.layout.length.tolist() == batch.layout.length[list(path)].tolist()
+        assert one.layout.cached.tolist() == batch.layout.cached[list(path)].tolist()
+        cached = int(one.layout.cached.sum())
+        assert one.input_ids.tolist() == whole[cached:].tolist()
+        assert one.position_ids.tolist() == list(range(cached, len(whole)))
+        begin = len(whole) - len(item_.ids) - cached
+        reads = [begin + offset for offset in item_.read_offsets.tolist()]
+        assert one.read_rows.tolist() == reads
+        assert one.read_indptr.tolist() == [item_.read_ids.shape[1] * n for n in range(len(reads) + 1)]
+        assert one.read_ids.tolist() == item_.read_ids.ravel().tolist()
+        assert one.normalize.tolist() == [asked.normalize] * len(reads)
+        assert one.shares == (share._replace(first=0, last=len(reads), strategy=Strategy.DIRECT_RAGGED),)
+        assert one.leaf_strategies == (Strategy.DIRECT_RAGGED,)
+        assert len(one.pages) == len(path)
+        assert all(kept is batch.pages[segment] for kept, segment in zip(one.pages, path, strict=True))
+        assert one.packed_rows == batch.packed_rows
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_prefixes_that_begin_with_the_same_pages_share_as_far_as_all_of_them_do(order):
+    beginnings = [[*range(12)], [*range(8), 70, 71], [*range(4), 80, 81, 82, 83, 84]]
+    tables = [[5, 6, 7], [5, 6, 8], [5, 9, 3]]
+    shared = [
+        Group(request(beginnings[i], [i, i]), (0,), (Strategy.DIRECT_RAGGED,), 0, np.array(tables[i], np.int32))
+        for i in order
+    ]
+    batch = pack(shared, PAGE)
+    assert sorted(batch.layout.length[~batch.layout.is_leaf].tolist()) == [2, 4, 4, 4, 5]
+    assert sorted(kept.tolist() for kept in batch.pages if kept is not None) == [[5], [6], [7], [8], [9, 3]]
+    for leaf, share in zip(batch.layout.leaves, batch.shares, strict=True):
+        rows = [
+            row
+            for segment in batch.layout.path(int(leaf))
+            for row in range(batch.layout.row_start[segment], batch.layout.row_start[segment + 1])
+        ]
+        number = order[share.request]
+        assert batch.input_ids[rows].tolist() == [*beginnings[number], number, number]
+
+
+def test_shared_pages_need_the_page_size():
+    group = Group(request([1, 2, 3, 4, 5], [6]), (0,), (Strategy.DIRECT_RAGGED,), 5, np.array([0, 1], np.int32))
+    assert pack([group]).layout.length.tolist() == [5, 1], "a table of one group holds all of its prefix"
+    other = Group(request([1, 2, 3, 4, 9], [6]), (0,), (Strategy.DIRECT_RAGGED,), 4, np.array([0, 2], np.int32))
+    with pytest.raises(AssertionError, match="shared pages need the page size"):
+        pack([group, other])

@@ -116,3 +116,46 @@ def test_by_time_a_window_that_everything_fits_excludes_nothing():
 def test_by_time_too_long_items_leave_the_others():
     choice = chosen(4, [MAX_ITEM_TOKENS + 1], Measured(built_in()))
     assert not set(choice.strategies) & {Strategy.MULTI_ITEM, Strategy.PACKED_MULTI_ITEM}
+
+
+# --- what is said
+
+
+def test_by_time_it_says_the_best_and_the_next_and_how_it_packs():
+    policy = Measured(built_in())
+    for lengths in ([4] * 64, [40] * 64, [64] * 64, [200] * 8):
+        ranked = policy.model.ranked(2048, 0, np.array(lengths, np.int32))
+        choice = chosen(2048, lengths, policy)
+        best, following = ranked[:2]
+        assert choice.strategies == (best.strategy,) * len(lengths)
+        assert choice.packed_rows == best.packed_rows
+        assert choice.reason == (
+            f"measured on {policy.model.machine.name}: {best.strategy} {best.milliseconds:.3f} ms a layer, "
+            f"next {following.strategy} {following.milliseconds:.3f}"
+        )
+
+
+def test_by_time_only_what_can_be_is_ranked():
+    """Behind a window some strategies are left, and the one asked of 16-bit masks is none of them."""
+    choice = chosen(2000, [100] * 4, Measured(built_in(), window=1000))
+    assert choice.strategies[0] not in WINDOWLESS
+    named = {Strategy.DIRECT_RAGGED, Strategy.SPLIT_CACHE, Strategy.DIRECT_RAGGED_GROUPED}
+    assert sum(f" {strategy} " in choice.reason + " " for strategy in named) >= 2
+
+
+def test_packings_of_a_measured_choice_reach_the_plan():
+    policy = Measured(built_in())
+    rows = {chosen(2048, [length] * 64, only_packed(policy)).packed_rows for length in (4, 16, 40, 64, 90, 200)}
+    assert rows == {64, 128}
+
+
+def only_packed(policy):
+    """A model that ranks packed_multi_item alone."""
+
+    class Only:
+        machine = policy.model.machine
+
+        def ranked(self, prefix, cached, lengths, among):
+            return policy.model.ranked(prefix, cached, lengths, (Strategy.PACKED_MULTI_ITEM,))
+
+    return Measured(Only(), policy.window)

@@ -339,3 +339,52 @@ def test_what_could_not_be_copied_down_is_tried_again():
         sound(cache)
 
     run(scenario())
+
+
+# --- what a fetch takes
+
+
+def rates_of(*fetches, latency=1e-3, rate=1e9):
+    made = Rates({"tier": (latency, rate)})
+    for size, seconds in fetches:
+        made.learn("tier", size, seconds)
+    return made
+
+
+def test_before_anything_was_fetched_the_first_belief_holds():
+    for size in (0, 1, 1000, 10**9):
+        assert rates_of().seconds("tier", size) == pytest.approx(1e-3 + size / 1e9)
+
+
+def test_one_fetch_counts_three_times_the_first_belief():
+    """A fetch of no bytes took 5 ms where 1 ms was believed: at no bytes, weights 1 against 0.3 and 0.3, squared."""
+    told = rates_of((0, 5e-3)).seconds("tier", 0)
+    assert told == pytest.approx((5e-3 + 2 * 0.09 * 1e-3) / (1 + 2 * 0.09), rel=1e-6)
+
+
+def test_late_fetches_count_more():
+    slow, fast = (10**6, 1e-1), (10**6, 1e-3)
+    told = [rates_of(*[slow] * 10, *[fast] * later).seconds("tier", 10**6) for later in (1, 2, 4, 8, 14, 22)]
+    assert told == sorted(told, reverse=True)
+    assert told[0] > 0.05
+    assert told[-1] < 2e-3
+
+
+def test_latency_and_rate_are_told_apart():
+    made = rates_of(*[(size, 2e-3 + size / 1e8) for size in (0, 10**5, 10**6, 3 * 10**6) * 8])
+    for size in (0, 5 * 10**5, 2 * 10**6):
+        assert made.seconds("tier", size) == pytest.approx(2e-3 + size / 1e8, rel=0.1)
+
+
+def test_noise_that_would_make_a_rate_negative_makes_none():
+    """The larger fetch was the faster: then the rate alone is fitted."""
+    made = rates_of(*[(10**6, 9e-3), (5 * 10**6, 3e-3)] * 8)
+    assert made.seconds("tier", 0) == pytest.approx(0.0, abs=1e-8)
+    assert 3e-3 < made.seconds("tier", 5 * 10**6) < 45e-3
+    assert made.seconds("tier", 10**6) == pytest.approx(made.seconds("tier", 5 * 10**6) / 5, rel=0.05)
+
+
+def test_a_few_very_fast_fetches_hide_no_slow_one():
+    """Relative errors alone would take the slow one for noise."""
+    made = rates_of(*[(100, 1e-6)] * 10, (10**6, 5e-2))
+    assert made.seconds("tier", 10**6) > 1.5e-2
