@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,25 @@ from torch import Tensor, nn
 from attention.plans import MaskKey
 from scorer.fused_ops import add_rms_norm, quantize, rms_norm, rotate, silu_mul
 from scorer.model import ScoringModel
-from scorer.quantized import FP8, FP8_MAX, Quantized, Rows
+from scorer.quantized import FP8, FP8_MAX, Quantized, Rows, in_fp8
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MLP_ROWS = 16_384  # rows that the wide middle of the MLP exists for at a time
 PLAIN = (MaskKey(None, 0.0),)
 
-# Rows times a weight matrix: [n, in] -> [n, out]
-Projection = Callable[[Any], Tensor]
+PROJECTIONS = ("qkv", "out", "gate_up", "down")
+# (layer, one of PROJECTIONS) -> whether it is computed in FP8
+InFp8 = Callable[[int, str], bool]
 # (layer, q [n, heads, head_dim], k and v [n, kv_heads, head_dim]) -> [n, heads, head_dim]
 FusedAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Projection(Protocol):
+    """Rows times a weight matrix: [n, in] -> [n, out]. quantized: whether it takes its rows in FP8."""
+
+    quantized: bool
+
+    def __call__(self, x: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +79,10 @@ class FusedModel:
     chunk_rows  that the wide middle of the MLP exists for at a time
     """
 
-    def __init__(self, model: ScoringModel, positions: int, fp8: bool = False) -> None:
-        """positions: the longest path that will be asked for. fp8: weights by output channel, activations by row, as
-        they come; embeddings, norms, attention and head stay as they are. The model must have no `refusal`."""
+    def __init__(self, model: ScoringModel, positions: int, fp8: InFp8 | bool = False) -> None:
+        """positions: the longest path that will be asked for. fp8: which projections are in FP8, True: the usual
+        ones; weights by output channel, activations by row, as they come; embeddings, norms, attention and head stay
+        as they are. The model must have no `refusal`."""
         assert not refusal(model), "a refused model has no fused path"
         assert model.head_shape is not None, "checked by refusal"
         self.heads, self.kv_heads, self.head_dim, self.scale, self.dtype = model.head_shape
@@ -81,8 +91,8 @@ class FusedModel:
         self._norm = cast(Tensor, decoder.norm.weight)
         self._eps = float(model.hf.config.rms_norm_eps)
         self._table = _rotary_table(decoder.rotary_emb, positions, model.device)
-        self._fp8 = fp8
-        self._layers = tuple(_fuse(layer, fp8) for layer in decoder.layers)
+        chosen = fp8 if callable(fp8) else in_fp8 if fp8 else lambda layer, name: False
+        self._layers = tuple(_fuse(number, layer, chosen) for number, layer in enumerate(decoder.layers))
         self.layers = len(self._layers)
         self.device = model.device
         self.chunk_rows = MLP_ROWS
@@ -94,22 +104,28 @@ class FusedModel:
         The last layer computes queries, keys and values for all rows, and the rest for the rows that are read.
         """
         x = self._embed(ids)
-        y = rms_norm(x, self._layers[0].before_attention, self._eps, self._fp8)
+        before, quantized = self._into(0)
+        y = rms_norm(x, before, self._eps, quantized)
         for number, layer in enumerate(self._layers):
             last = number == self.layers - 1
             attended = self._attention(number, layer, y, positions, reads if last else None, attend)
             if last and reads is not None:
                 x = x.index_select(0, reads)
-            y = add_rms_norm(x, attended, layer.before_mlp, self._eps, self._fp8)
+            y = add_rms_norm(x, attended, layer.before_mlp, self._eps, layer.gate_up.quantized)
             del attended  # memory of the rows' width that the MLP may have
-            after = self._norm if last else self._layers[number + 1].before_attention
-            y = add_rms_norm(x, self._mlp(layer, y), after, self._eps, self._fp8 and not last)
+            after, quantized = (self._norm, False) if last else self._into(number + 1)
+            y = add_rms_norm(x, self._mlp(layer, y), after, self._eps, quantized)
         return cast(Tensor, y)
+
+    def _into(self, number: int) -> tuple[Tensor, bool]:
+        """The norm before a layer, and whether the layer takes its rows in FP8."""
+        layer = self._layers[number]
+        return layer.before_attention, layer.qkv.quantized
 
     def _mlp(self, layer: FusedLayer, y: Rows) -> Tensor:
         """In parts, so that its wide middle stays small."""
         first, *others = _parts(y, self.chunk_rows)
-        done = layer.down(silu_mul(layer.gate_up(first), self._fp8))
+        done = layer.down(silu_mul(layer.gate_up(first), layer.down.quantized))
         if not others:
             return done
         out, begin = done.new_empty((_rows(y), done.shape[1])), len(done)
@@ -117,7 +133,7 @@ class FusedModel:
         del done
         for part in others:
             end = begin + _rows(part)
-            out[begin:end] = layer.down(silu_mul(layer.gate_up(part), self._fp8))
+            out[begin:end] = layer.down(silu_mul(layer.gate_up(part), layer.down.quantized))
             begin = end
         return out
 
@@ -133,7 +149,7 @@ class FusedModel:
         del qkv, q, k, v
         if reads is not None:
             mixed = mixed.index_select(0, reads)
-        return layer.out(quantize(mixed) if self._fp8 else mixed)
+        return layer.out(quantize(mixed) if layer.out.quantized else mixed)
 
 
 def _rows(y: Rows) -> int:
@@ -148,27 +164,43 @@ def _parts(y: Rows, rows: int) -> list[Rows]:
     return list(torch.split(y, rows))
 
 
-def _fuse(layer: Any, fp8: bool) -> FusedLayer:
+def _fuse(number: int, layer: Any, fp8: InFp8) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    made: Callable[[nn.Linear], Projection] = Fp8Linear if fp8 else _as_it_is
     has_norms = hasattr(attention, "q_norm")
+
+    def made(name: str, linear: nn.Linear) -> Projection:
+        return Fp8Linear(linear) if fp8(number, name) else PlainLinear(linear)
+
     return FusedLayer(
-        qkv=made(_joined([attention.q_proj, attention.k_proj, attention.v_proj])),
-        out=made(attention.o_proj),
-        gate_up=made(_joined([mlp.gate_proj, mlp.up_proj])),
-        down=made(mlp.down_proj),
+        qkv=made("qkv", _joined([attention.q_proj, attention.k_proj, attention.v_proj])),
+        out=made("out", attention.o_proj),
+        gate_up=made("gate_up", _joined([mlp.gate_proj, mlp.up_proj])),
+        down=made("down", mlp.down_proj),
         before_attention=layer.input_layernorm.weight,
         before_mlp=layer.post_attention_layernorm.weight,
         norms=(attention.q_norm.weight, attention.k_norm.weight) if has_norms else None,
     )
 
 
-def _as_it_is(linear: nn.Linear) -> Projection:
-    return linear
+class PlainLinear:
+    """A weight matrix as the model has it."""
+
+    quantized = False
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._linear(x))
 
 
 class Fp8Linear:
-    """A weight matrix in FP8, scaled by output channel. Takes Quantized rows; needs compute capability 8.9."""
+    """A weight matrix in FP8, scaled by output channel. Takes Quantized rows.
+
+    On a GPU it needs compute capability 8.9; elsewhere the same numbers are multiplied in fp32, to try its quality.
+    """
+
+    quantized = True
 
     def __init__(self, linear: nn.Linear) -> None:
         wide = linear.weight.detach().float()
@@ -179,6 +211,9 @@ class Fp8Linear:
         self._dtype = linear.weight.dtype
 
     def __call__(self, x: Quantized) -> Tensor:
+        if not x.values.is_cuda:
+            out = (x.values.float() @ self._weight.float().T) * x.scales * self._scales
+            return (out if self._bias is None else out + self._bias.float()).to(self._dtype)
         return torch._scaled_mm(
             x.values,
             self._weight.T,

@@ -16,6 +16,7 @@ from scorer.errors import ConfigError, ModelError
 from scorer.fused_model import FusedModel, refusal
 from scorer.memory import FusedNeeds, MemoryPlan
 from scorer.model import ScoringModel
+from scorer.quantized import EXCLUDED_LAYERS
 from scorer.sizing import fused_growth, most_pass_tokens
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def capture(
 
     fast = _tried(made, prepared.demanded)
     if fast is not None and prepared.mode.fp8:
-        log.info("fp8: q, k, v, output, gate, up and down projections of every layer; all else as it is")
+        left = ", ".join(map(str, range(EXCLUDED_LAYERS)))
+        log.info("fp8: q, k, v, output, gate, up and down projections of all layers but %s; all else as it is", left)
     return fast
 
 
