@@ -92,11 +92,11 @@ def crossover(law: DecodeLaw, beams: int, own: int, among: Sequence[int]) -> int
     return next((p for i, p in enumerate(ordered) if all(map(faster, ordered[i:]))), None)
 
 
-# One layer with heads 16/8 and head_dim 128 on an H200, from what its memory and its kernels reach, not measured: a
-# launch 3 us, two 6 us; 4.3 TB/s for each beam's own keys, 450 TFLOP/s for a prompt that all beams scan together.
+# One layer with heads 16/8 and head_dim 128 in bf16, fitted to what `prefixrank bench decode --quick` measured on an
+# H200 on 2026-11-30.
 BUILT_IN = DecodeLaw(
     {
-        DecodeStrategy.BATCH_DECODE: (0.003, 1.2e-5, 9.5e-7),
-        DecodeStrategy.CASCADE_DECODE: (0.006, 1.2e-5, 9.5e-7, 4e-7, 1.8e-8, 5e-6),
+        DecodeStrategy.BATCH_DECODE: (0.0061224, 1.32858e-5, 4.8557e-7),
+        DecodeStrategy.CASCADE_DECODE: (0.0102216, 2.05921e-5, 9.09318e-7, 1.73667e-6, 1.00521e-8, 5.39112e-5),
     }
 )

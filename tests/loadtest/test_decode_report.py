@@ -1,7 +1,9 @@
 """The report of bench decode, from rows as a GPU would have given them."""
 
 import json
+import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +11,17 @@ from attention.decode import DecodeStrategy
 from attention.decode_timing import BUILT_IN, DecodePoint
 from loadtest.bench_decode import Rows, points
 from loadtest.decode_report import report
-from loadtest.decode_rows import VARIANTS, AttentionRow, SearchRow, StepRow, attention_floor, read_rows
+from loadtest.decode_rows import (
+    BATCHES,
+    OUR_BATCH,
+    OUR_CASCADE,
+    VARIANTS,
+    AttentionRow,
+    SearchRow,
+    StepRow,
+    attention_floor,
+    read_rows,
+)
 
 
 def made(variant, point):
@@ -56,3 +68,29 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     rows.add(StepRow("0.6B", 1024, 256, 8, 1.5))
     assert rows.missing(wanted, "attention") == wanted[1:]
     assert rows.missing([("0.6B", 1024, 256, 8)], "step") == []
+
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+COMMITTED = read_rows(ROOT / "loadtest" / "results" / "h200-decode" / "decode.jsonl")
+
+
+def test_readmes_attention_is_that_of_the_committed_rows():
+    times = {row.key: row.milliseconds for row in COMMITTED if row.kind == "attention"}
+    lines = README[README.index("| prompt, beams, own |") :].splitlines()[2:]
+    for line in lines[: lines.index("")]:
+        point, *told = [cell.strip() for cell in line.strip("|").split("|")]
+        point = tuple(int(n) for n in point.split(", "))
+        ours, fastest = times[(*point, OUR_CASCADE)], min(times[(*point, name)] for name in BATCHES)
+        assert told == [f"{x:.4f}" for x in (ours, times[(*point, OUR_BATCH)], fastest)] + [f"{fastest / ours:.1f}"]
+
+
+def test_readmes_searches_are_the_committed_ones():
+    times = {(r.beams, r.new, r.cached): r.milliseconds for r in COMMITTED if r.kind == "search" and r.prompt == 1024}
+    told = re.search(
+        r"128 beams and 16 tokens\s+(\d+) ms, 512 beams and 3 tokens (\d+) ms \((\d+) and (\d+) where", README
+    )
+    wanted = ((128, 16, False), (512, 3, False), (128, 16, True), (512, 3, True))
+    assert told.groups() == tuple(f"{times[key]:.0f}" for key in wanted)
+    step = next(r for r in COMMITTED if r.kind == "step" and (r.prompt, r.beams) == (1024, 128))
+    assert f"A step of 128 beams takes {step.milliseconds:.1f} ms" in README
