@@ -78,7 +78,7 @@ class Rates:
         part = np.concatenate([np.ones(len(seen)), [0.3, 0.3]])
         typical = float(np.median(told[: len(seen), 1])) if seen else latency
         # Between absolute and relative errors: a slow fetch must be noticed, a fast one predicted well.
-        weight = part * FORGETTING**age / np.sqrt(np.maximum(told[:, 1], typical if seen else 1e-9))
+        weight = part * FORGETTING**age / np.sqrt(np.maximum(told[:, 1], max(typical if seen else 0.0, 1e-9)))
         rows = np.column_stack([np.ones(len(told)), told[:, 0] / max(size, 1)]) * weight[:, None]
         for columns in ([0, 1], [1], [0]):  # where noise makes one of them negative, the other says it all
             solved = np.linalg.lstsq(rows[:, columns], told[:, 1] * weight, rcond=None)[0]

@@ -7,7 +7,7 @@ import pytest
 
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
-from batching.tiering import Found, Rates, ReadAhead
+from batching.tiering import TRY_AGAIN, Found, Rates, ReadAhead
 from loadtest.virtual_time import run
 
 PAGE = 16
@@ -166,16 +166,27 @@ class Shelf(FakeTiers):
         self.gate = asyncio.Event()
         self.gate.set()
         self.stored = []
+        self.likely = 1.0
+        self.copying = 0.0
+        self.contents = {}
 
     def found(self, keys):
         runs = {n: next((i for i, key in enumerate(keys) if key not in of), len(keys)) for n, of in self.blocks.items()}
-        return [Found(name, run, run * SIZE) for name, run in runs.items() if run]
+        return [Found(name, run, run * SIZE, self.likely) for name, run in runs.items() if run]
+
+    async def fill(self, pages, contents):
+        assert pages.dtype == np.int32
+        self.contents |= zip(pages.tolist(), contents, strict=True)
+        return self.copying
 
     async def read(self, found, keys):
         await self.gate.wait()
         return [key for key in keys if key in self.blocks[found.tier]]
 
     async def store(self, keys, pages):
+        assert pages.dtype == np.int32
+        self.pages = pages.tolist()
+        await self.gate.wait()
         self.stored += keys
 
 
@@ -243,7 +254,7 @@ def test_what_a_pass_computes_meanwhile_is_not_filled(ends):
         lease = cache.acquire(prefix(cache, 0, 64), 0.0)  # a pass is under way
         shelf.gate.set()
         await task
-        assert shelf.filled == []
+        assert shelf.contents == {}
         assert ahead.counts.chosen["missed"] == 1
         if ends == "well":
             cache.commit(lease)
@@ -341,6 +352,209 @@ def test_what_could_not_be_copied_down_is_tried_again():
     run(scenario())
 
 
+def test_each_page_gets_the_content_of_its_block():
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160), (1, 72)))
+        cache, ahead = shelved(shelf)
+        for asked in (prefix(cache, 0, 160), prefix(cache, 1, 72)):
+            await ahead.bring(asked)
+            lease = cache.acquire(asked, 0.0)
+            assert [shelf.contents[page] for page in lease.pages.tolist()] == list(asked.keys)
+            cache.release(lease)
+        assert ahead.counts.fetched_tokens == {"tier": 232}
+        sound(cache)
+
+    run(scenario())
+
+
+def test_what_was_computed_meanwhile_is_not_filled_again():
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160)))
+        cache, ahead = shelved(shelf)
+        shelf.gate.clear()
+        task = ahead.bring(prefix(cache, 0, 160))
+        await asyncio.sleep(0)
+        lease = cache.acquire(prefix(cache, 0, 64), 0.0)
+        cache.commit(lease)
+        cache.release(lease)
+        shelf.gate.set()
+        await task
+        assert shelf.contents == {}
+        assert cache.hit(prefix(cache, 0, 160)) == 64
+        sound(cache)
+
+    run(scenario())
+
+
+def test_those_who_want_other_blocks_fetch_for_themselves():
+    async def scenario():
+        shelf = Shelf(tier=[])
+        cache, ahead = shelved(shelf)
+        begin = np.arange(48, dtype=np.int32)
+        one, other = (cache.chain(b"", np.append(begin, np.full(16, n, np.int32))) for n in (7, 8))
+        shelf.blocks["tier"] = {*one.keys, *other.keys}
+        shelf.gate.clear()
+        tasks = [ahead.bring(one), ahead.bring(other), ahead.bring(one)]
+        assert tasks[0] is tasks[2] is not tasks[1]
+        shelf.gate.set()
+        await asyncio.gather(*tasks)
+        assert cache.hit(one) == 64
+        assert not ahead._bringing
+        sound(cache)
+
+    run(scenario())
+
+
+def test_fetches_are_counted_with_what_they_cost_beyond_computing():
+    """Two fetches of 10 blocks, 10 ms of reading and 190 of copying each, where computing takes 160 ms."""
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        shelf = Shelf(tier=keys_of((0, 160), (1, 160)))
+        shelf.copying = 0.190
+        cache, ahead = shelved(shelf)
+        read = shelf.read
+
+        async def slow(found, keys):
+            await asyncio.sleep(0.010)
+            return await read(found, keys)
+
+        shelf.read = slow
+        ahead._rates.seconds = lambda tier, size: 0.0
+        await asyncio.sleep(5.0)
+        for n in (0, 1):
+            await ahead.bring(prefix(cache, n, 160))
+            assert ahead.counts.chosen["fetch"] == n + 1
+            assert ahead.counts.regret_seconds == pytest.approx((n + 1) * 0.040)
+            assert ahead._rates._seen["tier"][-1] == (10 * SIZE, pytest.approx(0.2))
+        assert loop.time() > 5.0
+        sound(cache)
+
+    run(scenario())
+
+
+def test_a_part_teaches_by_its_own_bytes():
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160)))
+        cache, ahead = shelved(shelf)
+        shelf.read = lambda found, keys: asyncio.sleep(0.001, list(keys)[:3])
+        await ahead.bring(prefix(cache, 0, 160))
+        assert ahead.counts.fetched_tokens == {"tier": 48}
+        size, seconds = ahead._rates._seen["tier"][-1]
+        assert (size, seconds) == (3 * SIZE, pytest.approx(0.001))
+        assert float(size).is_integer()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("first", [1e-6, 0.1])
+def test_patience_is_what_computing_takes_and_the_tiers_own_latency(first):
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        shelf = Shelf(tier=keys_of(*((n, 1600) for n in range(3))))
+        cache, ahead = shelved(shelf, first=(first, 1e12), pages=400)
+        shelf.gate.clear()
+        await asyncio.sleep(3.0)
+        for n in range(3):
+            ahead._rates._seen["tier"].clear()
+            began = loop.time()
+            await ahead.bring(prefix(cache, n, 1600))
+            spent = loop.time() - began
+            assert spent == pytest.approx(1.6 + first, rel=1e-3)
+            assert ahead.counts.chosen["given_up"] == n + 1
+            assert ahead.counts.regret_seconds == pytest.approx((n + 1) * spent)
+            assert list(ahead._rates._seen["tier"]) == [(100 * SIZE, pytest.approx(4 * spent))]
+        sound(cache)
+
+    run(scenario())
+
+
+def test_an_error_costs_what_it_took_and_a_tenth_of_a_second_at_least():
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 1600), (1, 1600)))
+        cache, ahead = shelved(shelf, pages=400)
+        await asyncio.sleep(3.0)
+        for n, (takes, learned) in enumerate(((0.01, 0.1), (0.5, 0.5))):
+
+            async def broken(found, keys, takes=takes):
+                await asyncio.sleep(takes)
+                raise RuntimeError("bug")
+
+            shelf.read = broken
+            ahead._rates._seen["tier"].clear()
+            await ahead.bring(prefix(cache, n, 1600))
+            assert ahead.counts.chosen["given_up"] == n + 1
+            assert list(ahead._rates._seen["tier"]) == [(100 * SIZE, pytest.approx(learned))]
+        sound(cache)
+
+    run(scenario())
+
+
+def test_what_does_not_look_worth_it_is_tried_now_and_then():
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160)))
+        cache, ahead = shelved(shelf, first=(60.0, 1e9))
+        asked = prefix(cache, 0, 160)
+        found = [ahead.choose(asked) is not None for _ in range(3 * TRY_AGAIN)]
+        assert [n + 1 for n, taken in enumerate(found) if taken] == [TRY_AGAIN, 2 * TRY_AGAIN, 3 * TRY_AGAIN]
+        assert ahead.counts.chosen["recompute"] == 3 * (TRY_AGAIN - 1)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("likely", "worth"), [(1.0, True), (0.7, True), (0.5, False), (0.0, False)])
+def test_what_may_not_be_there_must_save_more(likely, worth):
+    """Computing 160 tokens takes 160 ms, fetching them 100."""
+
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160)))
+        shelf.likely = likely
+        cache, ahead = shelved(shelf, first=(0.1, 1e15))
+        assert (ahead.choose(prefix(cache, 0, 160)) is not None) is worth
+
+    run(scenario())
+
+
+def test_only_what_is_missing_counts():
+    """Behind 144 tokens that are there, 16 are computed sooner than fetched in 100 ms."""
+
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160)))
+        cache, ahead = shelved(shelf, first=(0.1, 1e15))
+        lease = cache.acquire(prefix(cache, 0, 144), 0.0)
+        cache.commit(lease)
+        assert ahead.choose(prefix(cache, 0, 160)) is None
+        cache.release(lease)
+        cache.clear()
+        assert ahead.choose(prefix(cache, 0, 160)) is not None
+
+    run(scenario())
+
+
+def test_what_is_copied_down_stays_until_it_is():
+    async def scenario():
+        shelf = Shelf(tier=[])
+        cache, ahead = shelved(shelf)
+        shelf.gate.clear()
+        asked = prefix(cache, 0, 64)
+        for _ in range(2):
+            lease = cache.acquire(asked, 0.0)
+            cache.commit(lease)
+            pages = lease.pages.tolist()
+            ahead.keep(lease)
+            cache.release(lease)
+        await asyncio.sleep(0)
+        assert shelf.pages == pages
+        cache.clear()
+        assert cache.hit(asked) == 64
+        shelf.gate.set()
+        await ahead.settle()
+        cache.clear()
+        assert cache.hit(asked) == 0
+
+    run(scenario())
+
+
 # --- what a fetch takes
 
 
@@ -354,6 +568,10 @@ def rates_of(*fetches, latency=1e-3, rate=1e9):
 def test_before_anything_was_fetched_the_first_belief_holds():
     for size in (0, 1, 1000, 10**9):
         assert rates_of().seconds("tier", size) == pytest.approx(1e-3 + size / 1e9)
+
+
+def test_fetches_that_took_no_time_that_the_clock_could_tell_are_no_trouble():
+    assert 0 <= rates_of(*[(10**6, 0.0)] * 4).seconds("tier", 10**6) < 1e-3
 
 
 def test_one_fetch_counts_three_times_the_first_belief():
