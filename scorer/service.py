@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
+Asking = TypeVar("Asking", pb.ScoreRequest, pb.WarmPrefixRequest, pb.BeamSearchRequest)  # all of them name a tenant
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
 SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix", "BeamSearch"))
@@ -184,7 +185,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         Raises Refused. Cancelling the awaiting task cancels the work.
         """
         started = time.perf_counter()
-        deadline = None if remaining is None else time.monotonic() + remaining
+        deadline = _deadline(remaining)
         code, response = grpc.StatusCode.OK, pb.ScoreResponse()
         span = self._tracer.begin(trace)
         self._enter()
@@ -205,7 +206,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             read = pb.ScoreRequest() if isinstance(request, Undecodable) else request
             log_call(read, response, code, time.perf_counter() - started, caller)
 
-    def _admitted(self, request: pb.ScoreRequest | Undecodable, caller: Caller) -> pb.ScoreRequest:
+    def _admitted(self, request: Asking | Undecodable, caller: Caller) -> Asking:
         """The request under its caller's tenant. Raises InvalidRequest, Forbidden or RateLimited."""
         decoded = _decoded(request)
         decoded.tenant = caller.tenant_of(decoded.tenant)
@@ -242,11 +243,9 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         code = grpc.StatusCode.CANCELLED
         try:
             remaining = context.time_remaining()
-            deadline = None if remaining is None else time.monotonic() + remaining
+            deadline = _deadline(remaining)
             caller = self.access.caller(authorization(context.invocation_metadata()))
-            asked = _decoded(request)
-            asked.tenant = caller.tenant_of(asked.tenant)
-            self.access.count(caller)
+            asked = self._admitted(request, caller)
             response = await warm(self._accepting(), asked, deadline, self._on_tokenizer)
             code = grpc.StatusCode.OK
             return response
@@ -269,11 +268,9 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._enter()
         try:
             remaining = context.time_remaining()
-            deadline = None if remaining is None else time.monotonic() + remaining
+            deadline = _deadline(remaining)
             caller = self.access.caller(authorization(context.invocation_metadata()))
-            asked = _decoded(request)
-            asked.tenant = caller.tenant_of(asked.tenant)
-            self.access.count(caller)
+            asked = self._admitted(request, caller)
             response = await beam_search(self._accepting(), asked, deadline, self._on_tokenizer)
             self._metrics.searched(response)
             code = grpc.StatusCode.OK
@@ -388,6 +385,11 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._metrics.internal_errors.inc()
         log.error("internal error error_id=%s", error_id, exc_info=error)
         return f"internal error, id {error_id}"
+
+
+def _deadline(remaining: float | None) -> float | None:
+    """In seconds of time.monotonic()."""
+    return None if remaining is None else time.monotonic() + remaining
 
 
 def _is_over(remaining: float, elapsed: float) -> bool:
