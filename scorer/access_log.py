@@ -14,29 +14,11 @@ access_log = logging.getLogger("scorer.access")
 
 
 def log_call(
-    request: pb.ScoreRequest,
-    response: pb.ScoreResponse,
-    code: grpc.StatusCode,
-    seconds: float,
-    caller: Caller,
+    request: pb.ScoreRequest, response: pb.ScoreResponse, code: grpc.StatusCode, seconds: float, caller: Caller
 ) -> None:
     """One record a call, each value a field that the log's renderer escapes; no text is logged."""
-    access_log.info(
-        "score",
-        extra={
-            "request_id": request.request_id[:VALUE_CHARACTERS],
-            "tenant": request.tenant[:VALUE_CHARACTERS],
-            "caller": caller.name,
-            "code": code.name,
-            "documents": len(request.documents),
-            "prefix_tokens": response.usage.prefix_tokens,
-            "cached_prefix_tokens": response.usage.cached_prefix_tokens,
-            "item_tokens": response.usage.item_tokens,
-            "computed_tokens": response.usage.computed_tokens,
-            "passes": response.passes,
-            "seconds": round(seconds, 4),
-        },
-    )
+    own = {"documents": len(request.documents), "item_tokens": response.usage.item_tokens}
+    _record("score", request, response, code, seconds, caller, own)
 
 
 def log_search(
@@ -47,21 +29,38 @@ def log_search(
     caller: Caller,
 ) -> None:
     """The same for a beam search."""
+    own = {
+        "num_beams": request.num_beams,
+        "max_new_tokens": request.max_new_tokens,
+        "sequences": len(response.sequences),
+        "steps": response.steps,
+    }
+    _record("beam_search", request, response, code, seconds, caller, own)
+
+
+def _record(
+    event: str,
+    request: pb.ScoreRequest | pb.BeamSearchRequest,
+    response: pb.ScoreResponse | pb.BeamSearchResponse,
+    code: grpc.StatusCode,
+    seconds: float,
+    caller: Caller,
+    own: dict[str, int],
+) -> None:
+    """own: what only this kind of call has."""
+    usage = response.usage
     access_log.info(
-        "beam_search",
+        event,
         extra={
             "request_id": request.request_id[:VALUE_CHARACTERS],
             "tenant": request.tenant[:VALUE_CHARACTERS],
             "caller": caller.name,
             "code": code.name,
-            "num_beams": request.num_beams,
-            "max_new_tokens": request.max_new_tokens,
-            "prefix_tokens": response.usage.prefix_tokens,
-            "cached_prefix_tokens": response.usage.cached_prefix_tokens,
-            "sequences": len(response.sequences),
-            "computed_tokens": response.usage.computed_tokens,
+            **own,
+            "prefix_tokens": usage.prefix_tokens,
+            "cached_prefix_tokens": usage.cached_prefix_tokens,
+            "computed_tokens": usage.computed_tokens,
             "passes": response.passes,
-            "steps": response.steps,
             "seconds": round(seconds, 4),
         },
     )
