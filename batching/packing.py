@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,8 +66,8 @@ def pack(groups: Sequence[Group], page_size: int | None = None) -> PackedBatch:
     for number, group in enumerate(groups):
         if Strategy.NAIVE in group.strategies:
             for item, strategy in zip(group.items, group.strategies, strict=True):
-                parent = rows.prefix(group.request.prefix, 0, None)
-                rows.item(number, item, group.request.items[item], parent, strategy, group.request.normalize)
+                single = replace(group, items=(item,), strategies=(strategy,))
+                rows.items(number, single, rows.prefix(group.request.prefix, 0, None))
         elif group.pages is None or not len(group.pages):
             rows.items(number, group, rows.prefix(group.request.prefix, 0, None))
         else:
@@ -129,7 +129,7 @@ class _Rows:
         """Adds a prefix and returns its segment, -1 where there is none."""
         if not len(ids):
             return -1
-        self._segment(-1, ids, cached, NONE, pages)
+        self._segment(-1, ids, cached, pages)
         return len(self._parent) - 1
 
     def kept(self, group: Group, first: int, last: int, page_size: int | None, parent: int) -> int:
@@ -138,14 +138,14 @@ class _Rows:
         assert page_size or len(pages) == len(_pages(group)), "shared pages need the page size"
         begin, end = (0, len(prefix)) if page_size is None else (first * page_size, last * page_size)
         cached = min(max(group.cached - begin, 0), min(end, len(prefix)) - begin)
-        self._segment(parent, prefix[begin:end], cached, NONE, pages)
+        self._segment(parent, prefix[begin:end], cached, pages)
         return len(self._parent) - 1
 
     def rest(self, group: Group, pages: int, page_size: int | None, parent: int) -> int:
         """Adds what the pages do not hold of a group's prefix, if anything, and returns the last segment."""
         if page_size is None or pages * page_size >= len(group.request.prefix):
             return parent
-        self._segment(parent, group.request.prefix[pages * page_size :], 0, NONE, None)
+        self._segment(parent, group.request.prefix[pages * page_size :], 0, None)
         return len(self._parent) - 1
 
     def items(self, request: int, group: Group, parent: int) -> None:
@@ -168,20 +168,12 @@ class _Rows:
             first += reads
         self._normalize += [group.request.normalize] * (first - len(self._normalize))
 
-    def item(self, request: int, number: int, item: Item, parent: int, strategy: Strategy, normalize: bool) -> None:
-        self._segment(parent, item.ids, 0, item.read_offsets, None)
-        first = len(self._read_counts)
-        self._read_counts += [item.read_ids.shape[1]] * len(item.read_offsets)
-        self._normalize += [normalize] * len(item.read_offsets)
-        self._read_ids.append(item.read_ids.ravel())
-        self._shares.append(Share(request, number, first, len(self._read_counts), strategy))
-        self._strategies.append(strategy)
-
-    def _segment(self, parent: int, ids: Ints, cached: int, reads: Ints, pages: Ints | None) -> None:
+    def _segment(self, parent: int, ids: Ints, cached: int, pages: Ints | None) -> None:
+        """A part of a prefix, which nobody reads."""
         self._parent.append(parent)
         self._length.append(len(ids))
         self._cached.append(cached)
-        self._reads.append(reads)
+        self._reads.append(NONE)
         self._pages.append(pages)
         self._ids.append(ids[cached:])
 
