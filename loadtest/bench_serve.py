@@ -25,6 +25,7 @@ from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import AsyncScorerClient, ScorerError
 from scorer.config import cache_dir
 from scorer.demo import LOOPBACK_OPTIONS, Server
+from scorer.metrics import STAGES
 
 CONCURRENCIES = (1, 8, 32)
 CHANNELS = 4
@@ -215,6 +216,7 @@ def _row(
     times = np.array([call.seconds for call in answered] or [np.nan])
     floor = SIZES[size].floor(shape, shape[0] if prefixes == "repeated" else 0)
     items = len(answered) * shape[2] / seconds
+    stage = {name: _median([getattr(call.timings, f"{name}_seconds") for call in answered]) for name in STAGES}
     return Row(
         size=size,
         shape=shape,
@@ -225,11 +227,11 @@ def _row(
         refused=len(calls) - len(answered),
         p50_ms=1e3 * float(np.median(times)),
         p99_ms=1e3 * float(np.percentile(times, 99)),
-        tokenize_ms=_median([call.timings.tokenize_seconds for call in answered if call.timings]),
-        queue_ms=_median([call.timings.queue_seconds for call in answered if call.timings]),
-        plan_ms=_median([call.timings.plan_seconds for call in answered if call.timings]),
-        forward_ms=_median([call.timings.forward_seconds for call in answered if call.timings]),
-        total_ms=_median([call.timings.total_seconds for call in answered if call.timings]),
+        tokenize_ms=stage["tokenize"],
+        queue_ms=stage["queue"],
+        plan_ms=stage["plan"],
+        forward_ms=stage["forward"],
+        total_ms=stage["total"],
         items_per_s=items,
         floor_ms=1e3 * floor,
         ratio=items * floor / shape[2],
