@@ -10,13 +10,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from loadtest.shapes import Size
+from loadtest.workload import WORDS
 
 VOCABULARY = 1_024  # the head is read at two labels only, so its size costs nothing but disk
+# The template is as long as a Qwen3-Reranker's: 61 tokens before the documents, 13 in each.
 PROFILE = """\
 name = "random"
 kind = "label_logits"
-prefix = "Query: {query}\\nPassage:"
-item = " {document}\\nRelevant: "
+prefix = "@INSTRUCTION@\\nQuery: {query}\\nPassage:"
+item = " {document}\\n@QUESTION@\\nRelevant: "
 labels = ["yes", "no"]
 positive = "yes"
 
@@ -24,7 +26,7 @@ positive = "yes"
 max_query_tokens = 16000
 default_tokens_per_document = 4096
 max_tokens_per_document = 16000
-"""
+""".replace("@INSTRUCTION@", " ".join(WORDS[:54])).replace("@QUESTION@", " ".join(WORDS[54:61]))
 
 
 def write_checkpoint(size: Size, directory: Path, seed: int = 0) -> Path:
@@ -48,12 +50,13 @@ def _tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=VOCABULARY,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["yes", "no", " yes", " no", "Query", "Passage", "Relevant"] * 50, trainer)
+    words = ["yes", "no", "Query", "Passage", "Relevant", *WORDS]
+    tokenizer.train_from_iterator([start + word for word in words for start in ("", " ")] * 50, trainer)
     fast: Any = PreTrainedTokenizerFast
     return fast(
         tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>", model_max_length=40_960
