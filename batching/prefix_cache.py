@@ -60,7 +60,7 @@ class Block:
     users     leases that hold it: it is not evicted meanwhile
     children  indexed blocks that continue it
     wanted    log2 of how often it was wanted, late wishes counting more; remembered beyond its eviction
-    wishes    how often it was wanted since it was registered
+    wishes    how often it was wanted; remembered beyond its eviction
     stored    whether it was copied to the tiers below
     """
 
@@ -140,7 +140,7 @@ class PrefixCache:
     _heap: list[tuple[float, int, Block]] = field(default_factory=list)
     _pushed: int = 0
     _wishes: int = 0
-    _ghosts: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    _ghosts: OrderedDict[bytes, tuple[float, int]] = field(default_factory=OrderedDict)
     _pins: set[bytes] = field(default_factory=set)
 
     def __len__(self) -> int:
@@ -202,7 +202,7 @@ class PrefixCache:
         parent = lease.blocks[-1] if lease.blocks else None
         tokens = min(self.page_size, asked.tokens - before)
         block = Block(key, page, parent, tokens, before + tokens, users=1)
-        block.wanted = self._ghosts.pop(key, -math.inf)
+        block.wanted, block.wishes = self._ghosts.pop(key, (-math.inf, 0))
         if parent is not None:
             parent.children += 1
         self._blocks[key] = block
@@ -303,7 +303,7 @@ class PrefixCache:
             pass
 
     def _drop(self, block: Block) -> None:
-        self._ghosts[block.key] = block.wanted
+        self._ghosts[block.key] = block.wanted, block.wishes
         if len(self._ghosts) > GHOSTS * self.pool.pages:
             self._ghosts.popitem(last=False)
         self._unindex(block)

@@ -25,12 +25,14 @@ CHOICES = ("fetch", "missed", "recompute", "given_up")  # missed: what the tier 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A leading run of blocks that a tier has, or may have. likely: how much of it, as far as is known, 0..1."""
+    """A leading run of blocks that a tier has, or may have. likely: how much of it, as far as is known, 0..1; sure: by
+    the tier's own index."""
 
     tier: str
     blocks: int
     size: int
     likely: float = 1.0
+    sure: bool = False
 
 
 class Tiers(Protocol):
@@ -218,7 +220,7 @@ class ReadAhead:
 
     def keep(self, lease: Lease) -> None:
         """Copies blocks of a lease down that were wanted often enough and are not there yet."""
-        fresh = [b for b in lease.blocks if b.written and b.wishes >= WISHES and not b.stored]
+        fresh = self._fresh(lease)
         if not fresh:
             return
         held = self._cache.held_blocks(lease.blocks)
@@ -227,6 +229,15 @@ class ReadAhead:
         task = asyncio.create_task(self._store(held, fresh))
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)
+
+    def _fresh(self, lease: Lease) -> list[Block]:
+        fresh = [b for b in lease.blocks if b.written and b.wishes >= WISHES and not b.stored]
+        if fresh:  # else nobody looks into the tiers; what is there already may be a block computed again
+            for found in self._tiers.found([b.key for b in lease.blocks]):
+                if found.sure and found.tier == self._tiers.names[0]:
+                    for block in lease.blocks[: found.blocks]:
+                        block.stored = True
+        return [b for b in fresh if not b.stored]
 
     async def _store(self, held: Lease, fresh: Sequence[Block]) -> None:
         try:

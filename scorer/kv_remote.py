@@ -22,6 +22,7 @@ class RemoteStore(Store):
 
     name = "remote"
     first = (1e-3, 5e8)
+    sure = False
 
     def __init__(self, url: str, namespace: bytes, content_bytes: int, compress: bool = False) -> None:
         """compress: what is written; what is read may be either. Raises ConfigError where the client is not installed

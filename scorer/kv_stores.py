@@ -19,10 +19,12 @@ class Store(ABC):
 
     name   the metric's label
     first  (latency in seconds, bytes/s) that it is taken to have until it was measured
+    sure   whether what `has` says of a block is so
     """
 
     name: str
     first: tuple[float, float]
+    sure: bool = True
 
     @abstractmethod
     def has(self, key: bytes) -> bool:

@@ -78,7 +78,7 @@ class KvTiers:
             (each, next((n for n, key in enumerate(keys) if not each.store.has(key)), len(keys)))
             for each in self._awake()
         )
-        return [Found(each.store.name, run, run * size, each.likely) for each, run in runs if run]
+        return [Found(each.store.name, run, run * size, each.likely, each.store.sure) for each, run in runs if run]
 
     def _awake(self) -> list[_Watched]:
         now = self._clock()

@@ -172,7 +172,7 @@ class Shelf(FakeTiers):
 
     def found(self, keys):
         runs = {n: next((i for i, key in enumerate(keys) if key not in of), len(keys)) for n, of in self.blocks.items()}
-        return [Found(name, run, run * SIZE, self.likely) for name, run in runs.items() if run]
+        return [Found(name, run, run * SIZE, self.likely, sure=True) for name, run in runs.items() if run]
 
     async def fill(self, pages, contents):
         assert pages.dtype == np.int32
@@ -188,6 +188,7 @@ class Shelf(FakeTiers):
         self.pages = pages.tolist()
         await self.gate.wait()
         self.stored += keys
+        self.blocks[self.names[0]].update(keys)
 
 
 def shelved(shelf, first=(1e-6, 1e12), seconds=1e-3, pages=64):
@@ -237,6 +238,26 @@ def test_a_beginning_that_is_there_stays_while_what_continues_it_is_fetched():
         await task
         assert cache.hit(asked) == 160
         assert ahead.counts.fetched_tokens == {"tier": 96}
+        sound(cache)
+
+    run(scenario())
+
+
+def test_prefixes_that_push_one_another_out_before_their_second_use_are_kept_below():
+    """Each is wanted once while it is in the pages, and again and again in all: what tiers are for."""
+
+    async def scenario():
+        shelf = Shelf(tier=[])
+        cache, ahead = shelved(shelf, pages=160 // PAGE)
+        for _ in range(3):
+            for n in range(4):
+                lease = cache.acquire(prefix(cache, n, 160), 0.0)
+                assert not lease.hit
+                cache.commit(lease)
+                ahead.keep(lease)
+                cache.release(lease)
+                await ahead.settle()
+        assert sorted(shelf.stored) == sorted(keys_of(*((n, 160) for n in range(4)))), "each of them once"
         sound(cache)
 
     run(scenario())
