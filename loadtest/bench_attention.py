@@ -1,17 +1,18 @@
 """`prefixrank bench attention`: every strategy at the article's points and on a ranking grid, on this machine's GPU.
 
-Each row is written as it is measured (JSON lines), so a run that was interrupted goes on where it stopped. `report`
-turns the rows into Markdown and plots.
+A point's rows are measured by turns and then written (JSON lines), so a run that was interrupted goes on at the point
+where it stopped. `report` turns the rows into Markdown and plots.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,17 @@ VARIANTS = (
     (Strategy.PACKED_MULTI_ITEM, 64),
     (Strategy.PACKED_MULTI_ITEM, 128),
 )
+
+
+class Variant(NamedTuple):
+    """A strategy as it is measured. packed_rows: of packed_multi_item; kernel: fa2, fa3 or auto."""
+
+    strategy: Strategy
+    packed_rows: int
+    kernel: str
+
+
+Times = tuple[float, float, float]  # event mean, event median, GPU-only, in milliseconds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,21 +92,24 @@ def measure(rows_file: Path, rates_file: Path, calibration: Path | None) -> None
     _need_gpu()
     model = built_in() if calibration is None else TimeModel.read(calibration.read_text(encoding="utf-8"))
     have = {row.key for row in read_rows(rows_file)}
-    todo = [w for w in wanted() if (*w[:4], w[5].value, *w[6:]) not in have]
+    missing = [w for w in wanted() if (*w[:4], w[5].value, *w[6:]) not in have]
+    todo = [(point, [Variant(*w[5:]) for w in group]) for point, group in groupby(missing, key=lambda w: w[:5])]
     console = Console(stderr=True)
     rigs: dict[str, Any] = {}
     with rows_file.open("a", encoding="utf-8") as out:
-        for table, prefix, item, items, dtype, strategy, packed_rows, kernel in track(
-            todo, "measuring", console=console, disable=not console.is_terminal
-        ):
+        for point, variants in track(todo, "measuring", console=console, disable=not console.is_terminal):
+            table, prefix, item, items, dtype = point
             if dtype not in rigs:
                 rigs.clear()
                 rigs[dtype] = Rig(dtype, model)
-            mean, median, gpu = rigs[dtype].time(prefix, item, items, strategy, packed_rows, kernel)
-            predicted = model.strategy(strategy, prefix, 0, np.full(items, item, np.int32), packed_rows, writes=False)
-            point = (table, prefix, item, items, dtype, strategy.value, packed_rows, kernel)
-            row = Row(*point, event_mean=mean, event_median=median, gpu=gpu, predicted=predicted)
-            out.write(json.dumps(asdict(row)) + "\n")
+            times = rigs[dtype].times(prefix, item, items, variants)
+            for variant, (mean, median, gpu) in zip(variants, times, strict=True):
+                strategy, packed_rows, kernel = variant
+                lengths = np.full(items, item, np.int32)
+                predicted = model.strategy(strategy, prefix, 0, lengths, packed_rows, writes=False)
+                key = (table, prefix, item, items, dtype, strategy.value, packed_rows, kernel)
+                row = Row(*key, event_mean=mean, event_median=median, gpu=gpu, predicted=predicted)
+                out.write(json.dumps(asdict(row)) + "\n")
             out.flush()
     if not rates_file.exists():
         rig = next(iter(rigs.values()), None) or Rig("bfloat16", model)
@@ -112,45 +127,70 @@ def _need_gpu() -> None:
 
 
 class Rig:
-    """The GPU's side: attention objects with fixed kernels, and timing."""
+    """The GPU's side: an attention object for each variant, as their plans lie in buffers of their own, and timing."""
 
     def __init__(self, dtype: str, model: Any) -> None:
         import torch
 
         from attention.calibration import Bench
-        from attention.flashinfer_backend import FlashInferAttention, Kernel
-        from attention.plans import HeadShape, MaskKind
+        from attention.plans import HeadShape
 
         self._heads = HeadShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, getattr(torch, dtype))
         self._bench = Bench(self._heads)
+        self._model = model
+        self._chosen: set[str] = set()
+        self._attention: dict[Variant, Any] = {}
 
-        def fixed(kernel: Kernel) -> Any:
-            return lambda launch, _: Kernel.FA2 if launch.mask is MaskKind.CUSTOM else kernel
+    def times(self, prefix: int, item: int, items: int, variants: Sequence[Variant]) -> list[Times]:
+        """GPU-only times by turns, then the others one variant after another. Where `auto` chose one kernel for every
+        launch, it is what that kernel's variant is, and has its times."""
+        from attention.gpu_timing import in_turns
 
-        pool = self._bench.kv_pages
-        self._attention = {
-            "fa2": FlashInferAttention(pool, self._heads, choose=fixed(Kernel.FA2)),
-            "fa3": FlashInferAttention(pool, self._heads, choose=fixed(Kernel.FA3)),
-            "auto": FlashInferAttention(pool, self._heads, model),
-        }
+        calls: dict[Variant, Callable[[], object]] = {}
+        twins: dict[Variant, Variant] = {}
+        for variant in variants:
+            call, kernels = self._prepared(prefix, item, items, variant)
+            twin = variant._replace(kernel=next(iter(kernels), ""))
+            if variant.kernel == "auto" and len(kernels) == 1 and twin in calls:
+                twins[variant] = twin
+            else:
+                calls[variant] = call
+        gpu = in_turns(list(calls.values()))
+        found = {variant: (*self._events(calls[variant], ms), ms) for variant, ms in zip(calls, gpu, strict=True)}
+        return [found[twins.get(variant, variant)] for variant in variants]
 
-    def time(
-        self, prefix: int, item: int, items: int, strategy: Strategy, packed_rows: int, kernel: str
-    ) -> tuple[float, float, float]:
-        """(event mean, event median, GPU-only) milliseconds."""
+    def _prepared(self, prefix: int, item: int, items: int, variant: Variant) -> tuple[Callable[[], object], set[str]]:
+        """A call of one layer, and the kernels of its launches, those of the fused strategy left out."""
         from attention.plans import MaskKey
 
-        layout, pages, made = _planned(prefix, item, items, strategy, packed_rows)
-        attend = self._attention[kernel].begin(layout, pages, {MaskKey(): made})
+        layout, pages, made = _planned(prefix, item, items, variant.strategy, variant.packed_rows)
+        self._chosen.clear()
+        attend = self._attention_of(variant).begin(layout, pages, {MaskKey(): made})
         bench, rows = self._bench, layout.rows
         q, k, v = (bench.rows(x, rows) for x in (bench.q, bench.k, bench.v))
+        return lambda: attend(0, q, k, v, self._heads.scale, MaskKey()), set(self._chosen)
 
-        def call() -> object:
-            return attend(0, q, k, v, self._heads.scale, MaskKey())
+    def _attention_of(self, variant: Variant) -> Any:
+        from attention.flashinfer_backend import FlashInferAttention, Kernel, by_time
+        from attention.plans import MaskKind
 
-        gpu = bench.milliseconds(call)
-        events = bench.events(call, WARM_UPS, SLOW_ITERATIONS if gpu > SLOW_MS else ITERATIONS)
-        return float(np.mean(events)), float(np.median(events)), gpu
+        measured = by_time(self._model)
+
+        def choose(launch: Any, page_size: int) -> Kernel:
+            if variant.kernel == "auto":
+                kernel = measured(launch, page_size)
+            else:
+                kernel = Kernel.FA2 if launch.mask is MaskKind.CUSTOM else Kernel(variant.kernel)
+            self._chosen.add(kernel.value)
+            return kernel
+
+        if variant not in self._attention:
+            self._attention[variant] = FlashInferAttention(self._bench.kv_pages, self._heads, choose=choose)
+        return self._attention[variant]
+
+    def _events(self, call: Callable[[], object], gpu: float) -> tuple[float, float]:
+        events = self._bench.events(call, WARM_UPS, SLOW_ITERATIONS if gpu > SLOW_MS else ITERATIONS)
+        return float(np.mean(events)), float(np.median(events))
 
     def rates(self) -> dict[str, float | str]:
         """What the floors divide by, measured in this run: dense products, attention, memory."""
