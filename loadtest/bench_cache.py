@@ -78,8 +78,8 @@ class Requests:
 
 
 def run(config: Config, name: str, shape: Shape, seconds: float, output: Path | None) -> None:
-    """Measures, prints, and appends JSON lines to `output`."""
-    with_cache = Runtime.load(config)
+    """Measures, prints, and appends JSON lines to `output`. Two services share the device: the first takes half."""
+    with_cache = Runtime.load(config.model_copy(update={"memory_fraction": config.memory_fraction / 2}))
     without = Runtime.load(config.model_copy(update={"cache_tokens": 0}))
     try:
         rows = asyncio.run(_measure(with_cache, without, name, shape, seconds))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 from scorer.config import cache_dir
@@ -40,11 +42,28 @@ def add_bench_cache(parser: argparse.ArgumentParser) -> None:
 def bench_cache(args: argparse.Namespace) -> int:
     if len(args.shape) != 3:
         args.parser.error(f"--shape has three lengths, got {len(args.shape)}")
+    sizes = args.size or [None]
+    if len(sizes) == 1:
+        return _bench_cache(args, sizes[0])
+    plain = argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in ("parser", "run")})
+    for size in sizes:  # each in a process of its own: a service gives its device's memory back when its process ends
+        child = get_context("spawn").Process(target=_exit_with, args=(plain, size))
+        child.start()
+        child.join()
+        if child.exitcode:
+            return child.exitcode
+    return 0
+
+
+def _exit_with(args: argparse.Namespace, size: str | None) -> None:
+    sys.exit(_bench_cache(args, size))
+
+
+def _bench_cache(args: argparse.Namespace, size: str | None) -> int:
     from loadtest.bench_cache import run
 
-    for size in args.size or [None]:
-        _sized(args, size)
-        run(config_of(args), size or args.model or "embedded", args.shape, args.seconds, args.output)
+    _sized(args, size)
+    run(config_of(args), size or args.model or "embedded", args.shape, args.seconds, args.output)
     return 0
 
 
