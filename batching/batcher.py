@@ -23,10 +23,12 @@ from batching.select import Policy, choose
 from batching.shares import FairShares
 from batching.tiering import Rates, ReadAhead, Tiers
 from batching.types import Ints, Item, PackedBatch, Reads, RequestScores, Scored, TokenizedRequest
-from batching.window import Window
+from batching.window import Turns, Window
 
 Execute = Callable[[PackedBatch], Awaitable[Reads]]
 FAILURES_IN_A_ROW = 3  # failed passes after which the device is taken to be gone
+LET_IN_SECONDS = 0.01  # that turns of the event loop may take before a pass
+IDLE_TURNS = 6  # without a new request: on its way to us a call needs some
 HOLD_TRIES = 3  # others may take the pages of a prefix in the moment between its pass and its use
 ESTIMATED = 256  # requests at the head of the queue whose work is counted again each tick
 
@@ -112,6 +114,8 @@ class Batcher:
             self.ahead = self.reading_ahead(*tiers)
         self._composer = Composer(cache, limits.max_pass_tokens, limits.max_pass_items, self._scheduler.pass_time)
         self._window = given.window or Window()
+        self._turns = Turns()
+        self._submitted = 0
         self._in_flight = InFlight()
         self._jobs: dict[Ticket, Job] = {}
         self._passes_in_flight = given.passes_in_flight
@@ -164,6 +168,7 @@ class Batcher:
         """
         self._refuse_closed()
         job = self._accept(request, deadline)
+        self._submitted += 1
         self._jobs[job.ticket] = job
         self._in_flight.join(job)
         self._count(job)
@@ -298,6 +303,8 @@ class Batcher:
                 self._drop_expired()
                 if wait := self._open_for():
                     await asyncio.sleep(wait)
+                elif self._turns.worth_trying():
+                    await self._let_in()
                 if parts := self._compose():
                     self._start(parts)
                 elif self._jobs:  # all that waits is in a running pass, or its prefix on its way from a tier
@@ -323,10 +330,23 @@ class Batcher:
         if not running.cancelled() and (error := running.exception()) is not None:
             self.give_up(f"the batcher itself failed: {error!r}")
 
+    async def _let_in(self) -> None:
+        """Turns of the event loop, as long as some bring another request."""
+        until, before, idle = self._clock() + min(LET_IN_SECONDS, max(self._slack(), 0.0)), self._submitted, 0
+        while idle < IDLE_TURNS and self._clock() < until and self.queued_tokens < self._limits.max_pass_tokens:
+            seen = self._submitted
+            await asyncio.sleep(0)
+            idle = idle + 1 if self._submitted == seen else 0
+        self._turns.brought(self._submitted - before)
+
+    def _slack(self) -> float:
+        """How long the most urgent request may be kept, in seconds."""
+        now = self._clock()
+        return min((t.deadline - now - 2 * t.seconds for t in self._jobs if t.deadline is not None), default=math.inf)
+
     def _open_for(self) -> float:
         """Seconds that the batch stays open for others to join."""
-        now = self._clock()
-        slack = min((t.deadline - now - 2 * t.seconds for t in self._jobs if t.deadline is not None), default=math.inf)
+        now, slack = self._clock(), self._slack()
         return self._window.seconds(self.queued_tokens, self._limits.max_pass_tokens, slack, now)
 
     def _drop_expired(self) -> None:

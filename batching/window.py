@@ -1,4 +1,4 @@
-"""How long a batch stays open for others to join: not at all where the device idles. Pure; time is given."""
+"""How long a batch stays open for others to join. Pure; time is given."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import math
 MAX_SECONDS = 0.002
 BUSY = 0.7  # part of the time that the device works, from which on waiting costs no one an idle device
 MEMORY_SECONDS = 0.5
+WORTH = 0.2  # requests that turns of the event loop brought, in the mean of the last few times
+TRY_AGAIN = 8  # passes, one of which tries it all the same
 
 
 class Window:
-    """Adapts to load: the busier the device and the closer together the arrivals, the longer, up to MAX_SECONDS."""
+    """Not at all where the device idles. Adapts to load: the busier the device and the closer together the arrivals, the longer, up to MAX_SECONDS."""
 
     def __init__(self, most: float = MAX_SECONDS) -> None:
         self._most = most
@@ -40,3 +42,21 @@ class Window:
         if queued_tokens >= pass_tokens or self._busy < BUSY or 2 * gap > self._most:
             return 0.0
         return max(0.0, min(2 * gap, self._most, slack))
+
+
+class Turns:
+    """Whether to let the event loop turn before a pass is planned. Calls that came meanwhile wait for turns of it, one
+    call a turn, and planning a pass holds it up: where it is what limits, each call would get a pass of its own. Where
+    nobody waits, turns only cost time; so it is tried now and then, and done as long as it brings requests."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._passes = 0
+
+    def worth_trying(self) -> bool:
+        self._passes += 1
+        return self._mean >= WORTH or self._passes % TRY_AGAIN == 0
+
+    def brought(self, requests: int) -> None:
+        """How many came while the loop turned."""
+        self._mean += (requests - self._mean) / 4
