@@ -134,6 +134,11 @@ class Batcher:
         """Tokens accepted and not computed yet."""
         return sum(ticket.work.tokens for ticket in self._jobs)
 
+    @property
+    def idle(self) -> bool:
+        """Whether everything accepted is answered. Any thread may ask."""
+        return not self._jobs
+
     async def failed(self) -> str:
         """Returns, with the reason, once the device is taken to be gone; until then it waits."""
         await self._gone.wait()

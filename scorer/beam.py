@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -18,14 +19,16 @@ from batching.errors import DeviceFailed, DeviceGone, Expired, QueueFull
 from batching.page_pool import PagePool
 from batching.scheduler import Asked
 from batching.trie import Trie
-from scorer.beam_steps import BeamStep, Stepped, Steps
+from scorer.beam_steps import Ahead, BeamStep, Following, Stepped, Steps
+from scorer.beam_turn import Turn
 from scorer.errors import InvalidRequest
 
 T = TypeVar("T")
 
 MAX_BEAMS = 512
 MAX_SEARCHES = 64  # running or waiting; more are refused
-TURN_SECONDS = 0.004  # that a search's steps take between two passes: about as long as a small pass, or one step
+TURN_SECONDS = 0.004  # that a search's steps take between two passes: about as long as a small pass, or a step or two
+IDLE_TURN_SECONDS = 0.1  # that they take where nothing else waits, at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,16 +108,20 @@ class BeamSearcher:
         clock: Callable[[], float] = time.monotonic,
         turn_seconds: float = TURN_SECONDS,
         timer: Callable[[], float] = time.perf_counter,
+        idle_turn_seconds: float = IDLE_TURN_SECONDS,
     ) -> None:
-        """turn_seconds: of steps between two passes, by the timer."""
+        """turn_seconds: of steps between two passes, by the timer; idle_turn_seconds: where no pass and no other search
+        waits."""
         self._batcher = batcher
         self._engine = engine
         self._steps = steps
         self._pages = pages
         self._clock = clock
         self._turn_seconds = turn_seconds
+        self._idle_turn_seconds = idle_turn_seconds
         self._timer = timer
         self._turn = asyncio.Lock()  # searches alternate, and scoring has its turn after each of theirs
+        self._at_turn = 0  # searches that have the turn or wait for it
         self.under_way = 0
 
     @property
@@ -160,22 +167,37 @@ class BeamSearcher:
         began = self._clock()
         pages = await self._pages.take(1 + request.options.slots)
         held: Held | None = None
+        search: _Search | None = None
         try:
             if len(request.prompt) > 1:
                 held = await self._batcher.hold(request.prompt[:-1], request.asked, deadline)
             search = _Search(request, held, pages, self._pages, self._batcher.cache.page_size)
             while not search.state.done:
-                async with self._turn:
-                    await self._run(search)
+                await self._take_turn(search)
             return search.result(self._clock() - began)
         finally:
+            if search is not None:
+                search.left = True
             if held is not None:
                 self._batcher.cache.release(held.lease)
             self._pages.give_back(pages)
 
-    async def _run(self, search: _Search) -> None:
+    async def _take_turn(self, search: _Search) -> None:
+        self._at_turn += 1
         try:
-            await self._engine.between(lambda: search.run(self._steps, self._turn_seconds, self._timer))
+            async with self._turn:
+                await self._run(search)
+        finally:
+            self._at_turn -= 1
+
+    def _wanted(self) -> bool:
+        """Whether anyone else waits for the device. The device thread asks."""
+        return self._at_turn > 1 or not self._batcher.idle
+
+    async def _run(self, search: _Search) -> None:
+        seconds = self._turn_seconds, max(self._turn_seconds, self._idle_turn_seconds)
+        try:
+            await self._engine.between(lambda: search.run(self._steps, Turn(*seconds, self._wanted, self._timer)))
         except DeviceGone as error:
             self._batcher.give_up(str(error))
             raise DeviceFailed(str(error)) from error
@@ -198,20 +220,33 @@ class _Search:
         self._held = held
         self._prompt_pages = np.zeros(0, np.int32) if held is None else held.lease.pages
         self._pages, self._of, self._page_size = pages, of, page_size
+        self._ahead = None if request.trie is not None else _ahead(request.options, pages)
+        self.left = False  # nobody waits for it any more
         self._ancestry = Ancestry(request.options.num_beams)
         self._steps = self._computed = 0
         self._plan_seconds = self._forward_seconds = 0.0
 
-    def run(self, steps: Steps, seconds: float, timer: Callable[[], float]) -> None:
-        """Steps until the search is done or so much time is over, at least one. Raises NotANumber."""
-        end = timer() + seconds
-        while True:
-            stepped = steps.submit(self._step())()
-            if np.isnan(stepped.candidates.log_probs).any():
-                raise NotANumber
-            self._take(stepped)
-            if self.state.done or timer() >= end:
+    def run(self, steps: Steps, turn: Turn) -> None:
+        """Steps until the search is done or its turn is over, at least one. Raises NotANumber.
+
+        Where steps can follow on the device, the next one is enqueued before the results of the last are read: at the
+        search's end there may be one that was not needed.
+        """
+        under_way = deque([steps.submit(self._step())])
+        while under_way:
+            over = self.left or turn.over()
+            if not over and isinstance(steps, Following) and self._goes_on_behind(len(under_way)):
+                following = steps.follow()
+                under_way.extend(() if following is None else (following,))
+            self._take(under_way.popleft()())
+            if self.state.done:
                 return
+            if not under_way and not (self.left or turn.over()):
+                under_way.append(steps.submit(self._step()))
+
+    def _goes_on_behind(self, steps: int) -> bool:
+        """Whether there may be another step behind so many."""
+        return self._ahead is not None and self.state.length + steps < self._request.options.max_new_tokens
 
     def _step(self) -> BeamStep:
         prompt, state = self._request.prompt, self.state
@@ -223,9 +258,12 @@ class _Search:
             ),
             count=self._request.options.candidates,
             pairs=state.wanted(),
+            ahead=self._ahead,
         )
 
     def _take(self, stepped: Stepped) -> None:
+        if np.isnan(stepped.candidates.log_probs).any():
+            raise NotANumber
         self._steps += 1
         self._computed += self.state.tokens.shape[0]
         self._plan_seconds += stepped.plan_seconds
@@ -248,3 +286,7 @@ class _Search:
             plan_seconds=plan,
             forward_seconds=forward,
         )
+
+
+def _ahead(options: BeamOptions, pages: Ints) -> Ahead:
+    return Ahead(options.num_beams, options.candidates, options.eos_ids, pages)

@@ -6,7 +6,7 @@ tests/gpu/test_beams.py
 
 import asyncio
 import os
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -50,8 +50,8 @@ def fused():
     return FusedModel(model(), 4096)
 
 
-def made(pages, strategy=DecodeStrategy.CASCADE_DECODE):
-    steps = FastBeams(model(), fused(), pages, 2048, 8192, lambda _: strategy, BLOCKS, tma=GPU)
+def made(pages, strategy=DecodeStrategy.CASCADE_DECODE, kind=FastBeams):
+    steps = kind(model(), fused(), pages, 2048, 8192, lambda _: strategy, BLOCKS, tma=GPU)
     if GPU:
         steps.capture()
     return steps
@@ -102,15 +102,34 @@ def test_a_step_is_that_of_the_models_modules(beams, own, prompt, consecutive, s
     np.testing.assert_allclose(steps.submit(asked)().candidates.log_probs, expected.ravel()[some], atol=TOLERANCE)
 
 
-def search(request, fast):
+def search(request, steps, beam_pages=40):
+    """In one turn."""
+
     async def run():
-        async with searcher(model(), steps=lambda _, pages: made(pages) if fast else ModelSteps(model(), pages)) as (
-            s,
-            _,
-        ):
+        async with searcher(model(), steps=lambda _, pages: steps(pages), beam_pages=beam_pages) as (s, _):
+            s._idle_turn_seconds = 1000.0
             return await s.search(request)
 
     return asyncio.run(run())
+
+
+class Submitting:
+    """Every step is submitted: none follows on the device."""
+
+    def __init__(self, pages, strategy=DecodeStrategy.CASCADE_DECODE):
+        self.submit = made(pages, strategy).submit
+
+
+class Counting(FastBeams):
+    followed = 0
+
+    def follow(self):
+        self.followed += 1
+        return super().follow()
+
+
+def plain(pages):
+    return ModelSteps(model(), pages)
 
 
 @pytest.mark.parametrize("constrained", [False, True])
@@ -121,10 +140,33 @@ def test_a_whole_search(constrained):
     asked = BeamOptions(6, 5, eos_ids=(7, 11))
     sequences = {tuple(row) for row in np.random.default_rng(1).integers(20, 60, (300, 3)).tolist()}
     trie = Trie.of(sorted(sequences)) if constrained else None
-    found = search(BeamRequest(prompt, asked, trie), True).hypotheses
+    found = search(BeamRequest(prompt, asked, trie), made).hypotheses
     if not GPU:
         agree(found, by_transformers(model(), prompt, asked, sequences if constrained else None))
         return
-    plain = search(BeamRequest(prompt, asked, trie), False).hypotheses
-    assert len(found) == len(plain)
-    np.testing.assert_allclose([h.score for h in found], [h.score for h in plain], atol=TOLERANCE)
+    others = search(BeamRequest(prompt, asked, trie), plain).hypotheses
+    assert len(found) == len(others)
+    np.testing.assert_allclose([h.score for h in found], [h.score for h in others], atol=TOLERANCE)
+
+
+# beams, new tokens, eos ids: those of one graph, of more than a graph looks for, of other graphs
+FOLLOWED = [(5, 6, (7, 11)), (4, 4, tuple(range(20, 30))), (1, 5, ())]
+if GPU:
+    FOLLOWED += [(128, 16, (7,)), (100, 8, (7, 8, 9)), (300, 3, ())]
+
+
+@pytest.mark.parametrize("strategy", DecodeStrategy)
+@pytest.mark.parametrize(("beams", "new", "eos"), FOLLOWED)
+def test_steps_that_follow_on_the_device_are_those_that_the_host_submits(beams, new, eos, strategy):
+    request = BeamRequest(prompt_of(40), BeamOptions(beams, new, eos_ids=eos))
+    kept = []
+
+    def counting(pages):
+        kept.append(made(pages, strategy, Counting))
+        return kept[0]
+
+    room = 2 + beams * new // PAGE
+    followed, submitted = search(request, counting, room), search(request, partial(Submitting, strategy=strategy), room)
+    assert kept[0].followed >= followed.steps - 1
+    assert [h.tokens for h in followed.hypotheses] == [h.tokens for h in submitted.hypotheses]
+    assert [h.score for h in followed.hypotheses] == [h.score for h in submitted.hypotheses]
