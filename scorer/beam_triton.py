@@ -158,8 +158,8 @@ def _advance(
     score = tl.load(step + scores + beam, inside, 0).to(tl.float32, bitcast=True)
     total = score + log_prob
     goes_on = inside & (total > float("-inf"))
-    for number in range(tl.load(ahead + 2)):
-        goes_on = goes_on & (token != tl.load(ahead + EOS_AT + number))
+    for eos in range(tl.load(ahead + 2)):
+        goes_on = goes_on & (token != tl.load(ahead + EOS_AT + eos))
     rank = tl.cumsum(goes_on.to(tl.int32), 0) - 1
     goes_on = goes_on & (rank < width)
     beams = tl.sum(goes_on.to(tl.int32), 0)
