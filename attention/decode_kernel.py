@@ -25,26 +25,27 @@ from attention.tiles import PROCESSORS, WAVES
 BEAMS, PROMPT, OWN, FIRST = range(4)
 META = 4
 PARTS_AT_ONCE = 8  # of the prompt's parts that a beam merges in one go
+DOT_ROWS = 16  # query rows that a product on tensor cores has at least
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBlocks:
     """How the kernels are built.
 
-    rows, keys, warps, stages      of the prompt's kernel: packed query rows, keys of a block, warps, loads in flight
-    part_keys                      of the prompt, at least: a shorter part costs more to merge than it saves
-    own_keys, own_warps            of the beams' kernel
-    own_dot                        on tensor cores, which take no fewer than 16 query rows; else element by element
+    rows, keys, warps, stages  of the prompt's kernel: packed query rows, keys of a block, warps, loads in flight
+    part_keys                  of the prompt, at least: a shorter part costs more to merge than it saves
+    few_keys                   of the beams' kernel of a cascade with fewer than DOT_ROWS query heads a KV head
+    dot_keys, dot_warps        of the beams' kernel on tensor cores
     """
 
     rows: int = 64
     keys: int = 64
     warps: int = 4
     stages: int = 3
-    part_keys: int = 256
-    own_keys: int = 32
-    own_warps: int = 2
-    own_dot: bool = True
+    part_keys: int = 128
+    few_keys: int = 8
+    dot_keys: int = 32
+    dot_warps: int = 2
 
     def tiles(self, beams: int, heads: int, kv_heads: int) -> int:
         """Tiles of so many beams."""
@@ -122,19 +123,19 @@ def decode(
             q, *sources, held_k, held_v, part_out, part_lse, step.meta, slots, q.stride(0), scale * LOG2_E,
             **shape, N=blocks.keys, TMA=use_tma, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
-    group = heads // kv_heads
-    if parts is not None and not blocks.own_dot:
+    group = triton.next_power_of_2(heads // kv_heads)
+    if parts is not None and group < DOT_ROWS:
         _own_few[(beams * kv_heads,)](
             q, k, v, held_k, held_v, part_out, part_lse, out, step.meta, step.history,
-            q.stride(0), k.stride(0), scale * LOG2_E, **shape, G=triton.next_power_of_2(group), N=blocks.own_keys,
-            P=min(PARTS_AT_ONCE, triton.next_power_of_2(parts.splits)), num_warps=blocks.own_warps, num_stages=1,
+            q.stride(0), k.stride(0), scale * LOG2_E, **shape, G=group, N=blocks.few_keys,
+            P=min(PARTS_AT_ONCE, triton.next_power_of_2(parts.splits)), num_warps=max(1, group // 2), num_stages=1,
         )  # fmt: skip
         return
     _own[(beams * kv_heads,)](
         q, k, v, held_k, held_v, part_out, part_lse, out, step.meta, slots, step.history,
         q.stride(0), k.stride(0), scale * LOG2_E, **shape, WHOLE=parts is None,
-        G=max(16, triton.next_power_of_2(group)), N=blocks.own_keys,
-        num_warps=blocks.own_warps, num_stages=3 if parts is None else 2,
+        G=max(DOT_ROWS, group), N=blocks.dot_keys,
+        num_warps=blocks.dot_warps, num_stages=3 if parts is None else 2,
     )  # fmt: skip
 
 
@@ -281,7 +282,8 @@ def _own_few(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
     SHORTEST: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CONSECUTIVE: tl.constexpr,
 ):  # fmt: skip
-    """`_own` of a cascade without tensor cores: no rows are computed that are not there, no part is read for them."""
+    """`_own` of a cascade without tensor cores: no rows are computed that are not there, and no part is read for them.
+    A group of a few query heads would leave most of a product's rows empty."""
     program = tl.program_id(0)
     head = program % KV_HEADS
     beam = program // KV_HEADS
