@@ -144,7 +144,8 @@ class Rig:
         from batching.page_pool import PagePool
         from batching.prefix_cache import PrefixCache
         from batching.select import Replayed
-        from scorer.beam import BeamPages, BeamSearcher
+        from scorer.beam import BeamSearcher
+        from scorer.beam_pages import BeamPages
 
         limits, cache = BatcherLimits(PASS_TOKENS, 1024, 1 << 30), PrefixCache(PagePool(self.kept), PAGE)
         batcher = Batcher(self.engine.execute, limits, Replayed(), cache, scheduling=Scheduling(passes_in_flight=2))

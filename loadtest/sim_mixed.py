@@ -19,7 +19,8 @@ from loadtest.sim_device import DeviceTime, SimDevice
 from loadtest.sim_result import Outcome, Result
 from loadtest.traces import Call, Profile, calls
 from loadtest.virtual_time import run
-from scorer.beam import TURN_SECONDS, BeamPages, BeamRequest, BeamSearcher
+from scorer.beam import TURN_SECONDS, BeamRequest, BeamSearcher
+from scorer.beam_pages import BeamPages
 from scorer.beam_steps import BeamStep, Stepped
 
 T = TypeVar("T")
