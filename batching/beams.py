@@ -151,7 +151,7 @@ class BeamState:
             return
         scores = totals[ends] / np.float32(length**self.options.length_penalty)
         tokens, log_probs = self._continued(best.take(ends))
-        rows = (map(tuple, tokens.tolist()), map(tuple, log_probs.tolist()), scores.tolist())
+        rows = (zip(*tokens.T.tolist(), strict=True), zip(*log_probs.T.tolist(), strict=True), scores.tolist())
         self.finished += map(Hypothesis, *rows, [ENDED[why - 1] for why in ended[ends].tolist()])
         self.finished.sort(key=attrgetter("score"), reverse=True)
         del self.finished[self.options.num_beams :]
