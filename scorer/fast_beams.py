@@ -97,6 +97,7 @@ class FastBeams:
         self._following = torch.zeros_like(self._ints)
         self._prompt = torch.zeros(most_prompt + blocks.keys, dtype=torch.int32, device=model.device)
         self._pages_of = self._slots = self._prompt_named = np.zeros(0, np.int32)
+        self._prompt_staging = Staging(len(self._prompt)) if self._cuda else None
         self._staging = [Staging(self._places.size) for _ in range(IN_FLIGHT)] if self._cuda else []
         self._graphs: dict[StepKey, Graph] = {}
         shape = (fused.heads, fused.kv_heads, fused.head_dim)
@@ -184,12 +185,20 @@ class FastBeams:
 
     def _run(self, key: StepKey, prompt: Ints) -> Tensor:
         if not key.consecutive and self._prompt_named is not prompt:
-            self._prompt[: len(prompt)].copy_(torch.from_numpy(prompt))
-            self._prompt_named = prompt
+            self._name(prompt)
         if (graph := self._graphs.get(key)) is None:
             return self._step(key)
         graph.graph.replay()
         return graph.found
+
+    def _name(self, prompt: Ints) -> None:
+        """Uploads a prompt's slots, without waiting for the pass that may be computing it."""
+        if self._prompt_staging is None:
+            self._prompt[: len(prompt)].copy_(torch.from_numpy(prompt))
+        else:
+            self._prompt_staging.take()[: len(prompt)] = prompt
+            self._prompt_staging.upload(self._prompt, len(prompt))
+        self._prompt_named = prompt
 
     def _scores(self, key: StepKey) -> Tensor:
         return self._view("scores", key.beams).view(torch.float32)

@@ -21,13 +21,21 @@ pytestmark = [
 
 from attention.decode import Decode, DecodeStrategy  # noqa: E402
 from attention.decode_kernel import DecodeBlocks  # noqa: E402
+from attention.factory import make  # noqa: E402
 from attention.kv_pages import KvPages  # noqa: E402
+from batching.batcher import Batcher, BatcherLimits  # noqa: E402
 from batching.beams import BeamOptions  # noqa: E402
+from batching.page_pool import PagePool  # noqa: E402
+from batching.prefix_cache import PrefixCache  # noqa: E402
+from batching.select import Replayed  # noqa: E402
 from batching.trie import Trie  # noqa: E402
 from loadtest.shapes import SIZES, random_model  # noqa: E402
-from scorer.beam import BeamRequest  # noqa: E402
+from scorer.beam import BeamRequest, BeamSearcher  # noqa: E402
+from scorer.beam_pages import BeamPages  # noqa: E402
 from scorer.beam_steps import BeamStep, ModelSteps  # noqa: E402
+from scorer.engine import Engine  # noqa: E402
 from scorer.fast_beams import FastBeams  # noqa: E402
+from scorer.fast_path import FastPath  # noqa: E402
 from scorer.fused_model import FusedModel  # noqa: E402
 from tests.models import tiny  # noqa: E402
 from tests.scorer.test_beam import agree, by_transformers, prompt_of, searcher  # noqa: E402
@@ -170,3 +178,31 @@ def test_steps_that_follow_on_the_device_are_those_that_the_host_submits(beams, 
     assert kept[0].followed >= followed.steps - 1
     assert [h.tokens for h in followed.hypotheses] == [h.tokens for h in submitted.hypotheses]
     assert [h.score for h in followed.hypotheses] == [h.score for h in submitted.hypotheses]
+
+
+@pytest.mark.skipif(not GPU, reason="a pass that runs beside the host needs an NVIDIA GPU")
+@pytest.mark.parametrize("beams", [4, 128])
+def test_steps_behind_a_prompts_pass_find_its_keys(beams):
+    """As those find that begin when it has ended. The cache holds one prompt, so pages hold others' keys before."""
+    kept, room = 70, 2 + beams * 4 // PAGE
+    pages = KvPages(kept + room, PAGE)
+    fast = FastPath(model(), pages, kept + room, 4096, 1024, fused=fused())
+    fast.capture(paged=True)
+    engine = Engine(model(), make("torch", pages), PAGE, kept + room, fast=fast)
+    steps = made(pages)
+
+    async def run():
+        batcher = Batcher(
+            engine.execute, BatcherLimits(1024, 64, 1 << 20), Replayed(), PrefixCache(PagePool(kept), PAGE)
+        )
+        searching = BeamSearcher(batcher, engine, steps, BeamPages(kept, room, PAGE))
+        for seed, length in enumerate((1000, 300, 1024, 900, 17, 1024)):
+            request = BeamRequest(prompt_of(length, seed), BeamOptions(beams, 4, eos_ids=(7,)))
+            new, cached = await searching.search(request), await searching.search(request)
+            assert (new.cached_prefix_tokens, cached.cached_prefix_tokens) == (0, length - 1)
+            assert [h.tokens for h in new.hypotheses] == [h.tokens for h in cached.hypotheses]
+            assert [h.score for h in new.hypotheses] == [h.score for h in cached.hypotheses]
+        await batcher.drain()
+
+    asyncio.run(run())
+    engine.close()
