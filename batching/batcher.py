@@ -136,9 +136,9 @@ class Batcher:
         return sum(ticket.work.tokens for ticket in self._jobs)
 
     @property
-    def idle(self) -> bool:
-        """Whether everything accepted is answered. Any thread may ask."""
-        return not self._jobs
+    def unanswered(self) -> int:
+        """Accepted requests that have no answer yet. Any thread may ask."""
+        return len(self._jobs)
 
     async def failed(self) -> str:
         """Returns, with the reason, once the device is taken to be gone; until then it waits."""

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -153,18 +154,19 @@ class BeamSearcher:
         way, and counts where the pass ends well."""
         if prompt is None:
             return self._made(request, Lease([], 0), pages), None
-        early = await self._first_turn(request, await prompt.coming(), pages)
+        early = await self._first_turn(request, prompt, pages)
         held, same = await prompt.held()
         return early if early is not None and same else self._made(request, held.lease, pages), held
 
-    async def _first_turn(self, request: BeamRequest, lease: Lease | None, pages: Ints) -> _Search | None:
+    async def _first_turn(self, request: BeamRequest, prompt: Prompt, pages: Ints) -> _Search | None:
         """None where there is no pass to begin behind, or what there is is NaN: others' in that pass may have spread,
         which the engine heals."""
+        lease = await prompt.coming()
         if lease is None:
             return None
         search = self._made(request, lease, pages)
         try:
-            await self._take_turn(search)
+            await self._take_turn(search, prompt)
         except NotANumber:
             return None
         return search
@@ -172,25 +174,31 @@ class BeamSearcher:
     def _made(self, request: BeamRequest, lease: Lease, pages: Ints) -> _Search:
         return _Search(request, lease.pages, pages, self._pages, self._batcher.cache.page_size)
 
-    async def _take_turn(self, search: _Search) -> None:
+    async def _take_turn(self, search: _Search, prompt: Prompt | None = None) -> None:
+        """prompt: of the search, where it is on its way."""
         self._at_turn += 1
         try:
             async with self._turn:
-                await self._run(search)
+                await self._run(search, prompt)
         except BaseException:
             search.left = True
             raise
         finally:
             self._at_turn -= 1
 
-    def _wanted(self) -> bool:
-        """Whether anyone else waits for the device. The device thread asks."""
-        return self._at_turn > 1 or not self._batcher.idle
+    def _wanted(self, prompt: Prompt | None) -> bool:
+        """Whether anyone else waits for the device than a search with this prompt. The device thread asks."""
+        own = int(prompt is not None and prompt.under_way)
+        return self._at_turn > 1 or self._batcher.unanswered > own
 
-    async def _run(self, search: _Search) -> None:
+    async def _run(self, search: _Search, prompt: Prompt | None) -> None:
         seconds = self._turn_seconds, max(self._turn_seconds, self._idle_turn_seconds)
+
+        def work() -> None:
+            search.run(self._steps, Turn(*seconds, partial(self._wanted, prompt), self._timer))
+
         try:
-            await self._engine.between(lambda: search.run(self._steps, Turn(*seconds, self._wanted, self._timer)))
+            await self._engine.between(work)
         except DeviceGone as error:
             self._batcher.give_up(str(error))
             raise DeviceFailed(str(error)) from error

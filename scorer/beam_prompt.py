@@ -22,6 +22,11 @@ class Prompt:
         self._holding = asyncio.create_task(batcher.hold(ids, asked, deadline, self._told))
         self._holding.add_done_callback(self._ended)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether it is not held yet: of what the batcher has not answered, one request is this. Any thread may ask."""
+        return not self._holding.done()
+
     async def coming(self) -> Lease | None:
         """Pages in which what is enqueued from now on finds the K/V, though it may turn out not to be sound; None where
         it is there already, or never comes."""

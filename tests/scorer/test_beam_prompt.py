@@ -78,9 +78,10 @@ def test_steps_do_not_wait_for_the_pass_and_are_counted_once():
     async def run():
         passes = Passes()
         async with searcher(model, steps=Counting, around=passes.around) as (made, batcher):
-            made._turn_seconds = 1000.0
+            made._turn_seconds, made._idle_turn_seconds = 0.0, 1000.0
             task = asyncio.create_task(made.search(REQUEST))
             await under_way(made)
+            assert made._steps.submitted == alone.steps, "its own pass is nobody else who waits"
             assert not passes.run
             assert not task.done(), "what the pass's end says of the K/V is not known yet"
             passes.let.set()
@@ -168,7 +169,7 @@ def test_a_caller_who_leaves_holds_nothing(when):
             await asyncio.gather(task, return_exceptions=True)
             assert made._pages._pool.free == BEAM_PAGES
             passes.let.set()
-            while not batcher.idle or batcher._running:
+            while batcher.unanswered or batcher._running:
                 await asyncio.sleep(0.001)
             assert free(made, batcher, cached=39 if passes.run else 0)
             assert batcher.cache.pool.pages == KEPT
