@@ -34,8 +34,11 @@ class DecodeBlocks:
 
     rows, keys, warps, stages  of the prompt's kernel: packed query rows, keys of a block, warps, loads in flight
     part_keys                  of the prompt, at least: a shorter part costs more to merge than it saves
-    few_keys                   of the beams' kernel of a cascade with fewer than DOT_ROWS query heads a KV head
+    few_keys, few_stages       of the beams' kernel without tensor cores, of a cascade with fewer than DOT_ROWS query
+                               heads a KV head
+    few_programs               of it, at least: a beam's history takes it more steps, which idle processors do not hide
     dot_keys, dot_warps        of the beams' kernel on tensor cores
+    whole_keys, whole_warps    of it where a beam scans the prompt too
     """
 
     rows: int = 64
@@ -44,8 +47,12 @@ class DecodeBlocks:
     stages: int = 3
     part_keys: int = 128
     few_keys: int = 8
+    few_stages: int = 2
+    few_programs: int = 2 * PROCESSORS + 1
     dot_keys: int = 32
     dot_warps: int = 2
+    whole_keys: int = 64
+    whole_warps: int = 4
 
     def tiles(self, beams: int, heads: int, kv_heads: int) -> int:
         """Tiles of so many beams."""
@@ -124,18 +131,18 @@ def decode(
             **shape, N=blocks.keys, TMA=use_tma, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     group = triton.next_power_of_2(heads // kv_heads)
-    if parts is not None and group < DOT_ROWS:
+    if parts is not None and group < DOT_ROWS and beams * kv_heads >= blocks.few_programs:
         _own_few[(beams * kv_heads,)](
             q, k, v, held_k, held_v, part_out, part_lse, out, step.meta, step.history,
-            q.stride(0), k.stride(0), scale * LOG2_E, **shape, G=group, N=blocks.few_keys,
+            q.stride(0), k.stride(0), scale * LOG2_E, **shape, G=group, N=blocks.few_keys, STAGES=blocks.few_stages,
             P=min(PARTS_AT_ONCE, triton.next_power_of_2(parts.splits)), num_warps=max(1, group // 2), num_stages=1,
         )  # fmt: skip
         return
     _own[(beams * kv_heads,)](
         q, k, v, held_k, held_v, part_out, part_lse, out, step.meta, slots, step.history,
         q.stride(0), k.stride(0), scale * LOG2_E, **shape, WHOLE=parts is None,
-        G=max(DOT_ROWS, group), N=blocks.dot_keys,
-        num_warps=blocks.dot_warps, num_stages=3 if parts is None else 2,
+        G=max(DOT_ROWS, group), N=blocks.whole_keys if parts is None else blocks.dot_keys,
+        num_warps=blocks.whole_warps if parts is None else blocks.dot_warps, num_stages=3 if parts is None else 2,
     )  # fmt: skip
 
 
@@ -280,7 +287,8 @@ def _own(
 def _own_few(
     q, k, v, held_k, held_v, part_out, part_lse, out, meta, history, q_stride, kv_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
-    SHORTEST: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CONSECUTIVE: tl.constexpr,
+    SHORTEST: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
+    CONSECUTIVE: tl.constexpr,
 ):  # fmt: skip
     """`_own` of a cascade without tensor cores: no rows are computed that are not there, and no part is read for them.
     A group of a few query heads would leave most of a product's rows empty."""
@@ -311,7 +319,7 @@ def _own_few(
     acc = tl.zeros([G, D], tl.float32)
     total = tl.zeros([G], tl.float32)
     top = tl.full([G], float("-inf"), tl.float32)
-    for j in tl.range(0, own, N):
+    for j in tl.range(0, own, N, num_stages=STAGES):
         old = j + n < own - 1
         is_new = (j + n == own - 1)[:, None]
         slot = tl.load(slots + j + n, old, 0).to(tl.int64)

@@ -42,7 +42,7 @@ from tests.scorer.test_beam import agree, by_transformers, prompt_of, searcher  
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-BLOCKS = DecodeBlocks() if GPU else DecodeBlocks(rows=16, keys=16, dot_keys=16)
+BLOCKS = DecodeBlocks() if GPU else DecodeBlocks(rows=16, keys=16, dot_keys=16, whole_keys=16)
 PAGE = 16
 # bf16 keeps 8 bits, and random weights leave all tokens about as probable: log-probabilities differ by hundredths.
 TOLERANCE = 0.05 if GPU else 1e-4

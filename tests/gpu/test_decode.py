@@ -39,10 +39,11 @@ if not INTERPRETED:
 WAYS = {
     "batch": (DecodeStrategy.BATCH_DECODE, DecodeBlocks()),
     "cascade": (DecodeStrategy.CASCADE_DECODE, DecodeBlocks()),
+    "cascade, as of many beams": (DecodeStrategy.CASCADE_DECODE, DecodeBlocks(few_programs=0)),
     # 600 tokens or more are longer than as many parts as there is room for, and these more than are merged in one go
-    "cascade, short parts": (DecodeStrategy.CASCADE_DECODE, DecodeBlocks(keys=16, part_keys=16)),
+    "cascade, short parts": (DecodeStrategy.CASCADE_DECODE, DecodeBlocks(keys=16, part_keys=16, few_programs=0)),
 }
-# heads, KV heads, head_dim: groups of 2, 1, 4, 7, 8, 16 and 32, the last two on tensor cores
+# heads, KV heads, head_dim: groups of 2, 1, 4, 7, 8, 16 and 32, the last two always on tensor cores
 SHAPES = [(heads, kv_heads, 128) for heads, kv_heads in ((16, 8), (8, 8), (32, 8), (14, 2), (16, 2), (32, 2), (32, 1))]
 SHAPES.append((16, 8, 64))
 # Triton's interpreter takes seconds for what takes a GPU microseconds: every step by one shape, one step by the others.
