@@ -24,23 +24,35 @@ from attention.tiles import PROCESSORS, WAVES
 # token where its slots follow one another.
 BEAMS, PROMPT, OWN, FIRST = range(4)
 META = 4
-SHORTEST_PART = 256  # keys of the prompt: a shorter part costs more to merge than it saves
+PARTS_AT_ONCE = 8  # of the prompt's parts that a beam merges in one go
+DOT_ROWS = 16  # query rows that a product on tensor cores has at least
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBlocks:
     """How the kernels are built.
 
-    rows, keys, warps, stages      of the prompt's kernel: packed query rows, keys of a block, warps, loads in flight
-    own_keys, own_warps            of the beams' kernel
+    rows, keys, warps, stages  of the prompt's kernel: packed query rows, keys of a block, warps, loads in flight
+    part_keys                  of the prompt, at least: a shorter part costs more to merge than it saves
+    few_keys, few_stages       of the beams' kernel without tensor cores, of a cascade with fewer than DOT_ROWS query
+                               heads a KV head
+    few_programs               of it, at least: a beam's history takes it more steps, which idle processors do not hide
+    dot_keys, dot_warps        of the beams' kernel on tensor cores
+    whole_keys, whole_warps    of it where a beam scans the prompt too
     """
 
     rows: int = 64
     keys: int = 64
     warps: int = 4
     stages: int = 3
-    own_keys: int = 32
-    own_warps: int = 2
+    part_keys: int = 128
+    few_keys: int = 8
+    few_stages: int = 2
+    few_programs: int = 2 * PROCESSORS + 1
+    dot_keys: int = 32
+    dot_warps: int = 2
+    whole_keys: int = 64
+    whole_warps: int = 4
 
     def tiles(self, beams: int, heads: int, kv_heads: int) -> int:
         """Tiles of so many beams."""
@@ -108,7 +120,7 @@ def decode(
     held_k, held_v = (x.view(-1, kv_heads, head_dim) for x in held)
     slots = step.meta if step.prompt is None else step.prompt
     shape: dict[str, Any] = {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "CONSECUTIVE": consecutive}
-    shape |= {"M": blocks.rows, "SPLITS": 1 if parts is None else parts.splits, "SHORTEST": SHORTEST_PART}
+    shape |= {"M": blocks.rows, "SPLITS": 1 if parts is None else parts.splits, "SHORTEST": blocks.part_keys}
     part_out, part_lse = (out, out) if parts is None else (parts.out, parts.lse)
     if parts is not None:
         use_tma = tma and consecutive
@@ -118,11 +130,19 @@ def decode(
             q, *sources, held_k, held_v, part_out, part_lse, step.meta, slots, q.stride(0), scale * LOG2_E,
             **shape, N=blocks.keys, TMA=use_tma, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
+    group = triton.next_power_of_2(heads // kv_heads)
+    if parts is not None and group < DOT_ROWS and beams * kv_heads >= blocks.few_programs:
+        _own_few[(beams * kv_heads,)](
+            q, k, v, held_k, held_v, part_out, part_lse, out, step.meta, step.history,
+            q.stride(0), k.stride(0), scale * LOG2_E, **shape, G=group, N=blocks.few_keys, STAGES=blocks.few_stages,
+            P=min(PARTS_AT_ONCE, triton.next_power_of_2(parts.splits)), num_warps=max(1, group // 2), num_stages=1,
+        )  # fmt: skip
+        return
     _own[(beams * kv_heads,)](
         q, k, v, held_k, held_v, part_out, part_lse, out, step.meta, slots, step.history,
         q.stride(0), k.stride(0), scale * LOG2_E, **shape, WHOLE=parts is None,
-        G=max(16, triton.next_power_of_2(heads // kv_heads)), N=blocks.own_keys,
-        num_warps=blocks.own_warps, num_stages=3 if parts is None else 2,
+        G=max(DOT_ROWS, group), N=blocks.whole_keys if parts is None else blocks.dot_keys,
+        num_warps=blocks.whole_warps if parts is None else blocks.dot_warps, num_stages=3 if parts is None else 2,
     )  # fmt: skip
 
 
@@ -258,6 +278,75 @@ def _own(
             fade = tl.math.exp2(top - peak)
             acc = acc * fade[:, None] + tl.load(part_out + part[:, None] * D + d[None, :]) * weight[:, None]
             total = total * fade + weight
+            top = peak
+    place = (beam * HEADS + head * group + g)[:, None] * D + d[None, :]
+    tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=(g < group)[:, None])
+
+
+@triton.jit
+def _own_few(
+    q, k, v, held_k, held_v, part_out, part_lse, out, meta, history, q_stride, kv_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
+    SHORTEST: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
+    CONSECUTIVE: tl.constexpr,
+):  # fmt: skip
+    """`_own` of a cascade without tensor cores: no rows are computed that are not there, and no part is read for them.
+    A group of a few query heads would leave most of a product's rows empty."""
+    program = tl.program_id(0)
+    head = program % KV_HEADS
+    beam = program // KV_HEADS
+    if beam >= tl.load(meta):
+        return
+    prompt = tl.load(meta + 1)
+    own = tl.load(meta + 2)
+    group: tl.constexpr = HEADS // KV_HEADS
+    per_tile: tl.constexpr = M // group
+    g = tl.arange(0, G)
+    d = tl.arange(0, D)
+    n = tl.arange(0, N)
+    p = tl.arange(0, P)
+    row = tl.minimum(g, group - 1)
+    column = head * D
+    new = beam.to(tl.int64) * kv_stride + column + d
+    new_k = tl.load(k + new)
+    new_v = tl.load(v + new)
+    slots = history + beam * own
+    kept = tl.load(slots + own - 1).to(tl.int64) * (KV_HEADS * D) + column + d
+    tl.store(held_k + kept, new_k)
+    tl.store(held_v + kept, new_v)
+    at = (head * group + row)[:, None] * D + d[None, :]
+    query = tl.load(q + beam.to(tl.int64) * q_stride + at).to(tl.float32) * scale
+    acc = tl.zeros([G, D], tl.float32)
+    total = tl.zeros([G], tl.float32)
+    top = tl.full([G], float("-inf"), tl.float32)
+    for j in tl.range(0, own, N, num_stages=STAGES):
+        old = j + n < own - 1
+        is_new = (j + n == own - 1)[:, None]
+        slot = tl.load(slots + j + n, old, 0).to(tl.int64)
+        place = slot[:, None] * (KV_HEADS * D) + column + d[None, :]
+        kb = tl.where(is_new, new_k[None, :], tl.load(held_k + place, old[:, None], 0.0)).to(tl.float32)
+        vb = tl.where(is_new, new_v[None, :], tl.load(held_v + place, old[:, None], 0.0)).to(tl.float32)
+        scores = tl.sum(query[:, None, :] * kb[None, :, :], 2)
+        scores = tl.where((j + n < own)[None, :], scores, float("-inf"))
+        peak = tl.maximum(top, tl.max(scores, 1))
+        weight = tl.math.exp2(scores - peak[:, None])
+        fade = tl.math.exp2(top - peak)
+        acc = acc * fade[:, None] + tl.sum(weight[:, :, None] * vb[None, :, :], 1)
+        total = total * fade + tl.sum(weight, 1)
+        top = peak
+    if prompt > 0:
+        used = _used_splits(prompt, SPLITS, SHORTEST)
+        first = beam // per_tile * SPLITS
+        for begin in range(0, used, P):
+            live = begin + p < used
+            part = ((first + begin + p)[None, :] * KV_HEADS + head) * M + (beam % per_tile * group + row)[:, None]
+            lse = tl.load(part_lse + part, live[None, :], float("-inf"))
+            values = tl.load(part_out + part[:, :, None] * D + d[None, None, :], live[None, :, None], 0.0)
+            peak = tl.maximum(top, tl.max(lse, 1))
+            weight = tl.math.exp2(lse - peak[:, None])
+            fade = tl.math.exp2(top - peak)
+            acc = acc * fade[:, None] + tl.sum(weight[:, :, None] * values, 1)
+            total = total * fade + tl.sum(weight, 1)
             top = peak
     place = (beam * HEADS + head * group + g)[:, None] * D + d[None, :]
     tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=(g < group)[:, None])

@@ -25,6 +25,7 @@ from batching.tiering import Rates, ReadAhead, Tiers
 from batching.types import Ints, Item, PackedBatch, Reads, RequestScores, Scored, TokenizedRequest
 from batching.window import Turns, Window
 
+# A pass is enqueued before its awaitable first waits: whatever the device is given later runs later.
 Execute = Callable[[PackedBatch], Awaitable[Reads]]
 FAILURES_IN_A_ROW = 3  # failed passes after which the device is taken to be gone
 LET_IN_SECONDS = 0.01  # that turns of the event loop may take before a pass
@@ -138,6 +139,11 @@ class Batcher:
         """Tokens accepted and not computed yet."""
         return sum(ticket.work.tokens for ticket in self._jobs)
 
+    @property
+    def unanswered(self) -> int:
+        """Accepted requests that have no answer yet. Any thread may ask."""
+        return len(self._jobs)
+
     async def failed(self) -> str:
         """Returns, with the reason, once the device is taken to be gone; until then it waits."""
         await self._gone.wait()
@@ -166,8 +172,9 @@ class Batcher:
 
         Raises StrategyError, NotAdmitted, Expired, Closed or DeviceFailed.
         """
-        self._refuse_closed()
-        job = self._accept(request, deadline)
+        return await self._answered(self._accept(request, self.chain(request), deadline))
+
+    async def _answered(self, job: Job) -> RequestScores:
         self._submitted += 1
         self._jobs[job.ticket] = job
         self._in_flight.join(job)
@@ -196,11 +203,11 @@ class Batcher:
         if self._closed or self._gone.is_set():
             raise Closed("the service is stopping")
 
-    def _accept(self, request: TokenizedRequest, deadline: float | None) -> Job:
+    def _accept(self, request: TokenizedRequest, chain: Chain, deadline: float | None) -> Job:
+        self._refuse_closed()
         items, places = fold(request.items)
         distinct = replace(request, items=items)
         lengths = tuple(len(item.ids) for item in items)
-        chain = self.chain(request)
         cached = self.cache.hit(chain)
         choice = choose(distinct, items, self.policy, cached)
         done: asyncio.Future[RequestScores] = asyncio.get_running_loop().create_future()
@@ -236,9 +243,21 @@ class Batcher:
         self.cache.release(lease)
         return Warmed(cached, kept)
 
-    async def hold(self, prefix: Ints, asked: Asked, deadline: float | None = None) -> Held:
-        """Computes a prefix, unless it is cached, and holds its pages. Raises as submit does, and QueueFull where the
-        pages are in use by others."""
+    async def hold(
+        self,
+        prefix: Ints,
+        asked: Asked,
+        deadline: float | None = None,
+        coming: Callable[[Lease], None] | None = None,
+    ) -> Held:
+        """Computes a prefix, unless it is cached, and holds its pages.
+
+        coming: is told when a pass that computes it begins, with a lease of its own, to be released by whoever is told.
+        From the loop's next turn on, what is given to the device finds the K/V in these pages; whether it is sound is
+        known when this returns a lease of the same blocks.
+
+        Raises as submit does, and QueueFull where the pages are in use by others.
+        """
         request = TokenizedRequest(prefix, (PROBE,), tenant=asked.tenant, priority=asked.priority)
         chain = self.chain(request)
         cached, scores = self.cache.hit(chain), None
@@ -248,7 +267,9 @@ class Batcher:
             if lease.written == len(prefix):
                 return Held(lease, cached, scores)
             self.cache.release(lease)
-            scores = await self.submit(request, deadline)
+            job = self._accept(request, chain, deadline)
+            job.coming, coming = coming, None
+            scores = await self._answered(job)
         raise QueueFull(f"the pages for a prefix of {len(prefix)} tokens are in use")
 
     async def _ended(self, job: Job) -> RequestScores:
@@ -394,6 +415,7 @@ class Batcher:
         try:
             batch = pack([part.group for part in parts], self.cache.page_size)
             packed = self._clock() - began
+            self._tell(parts)
             reads = await self._execute(batch)
             scored = unpack(batch, reads)
         except Exception as error:  # noqa: BLE001 - whatever it was, it fails this pass and no other
@@ -406,6 +428,13 @@ class Batcher:
         for part in parts:
             self._charge(part, packed + reads.plan_seconds, reads.forward_seconds)
         self._hand_out(parts, scored)
+
+    def _tell(self, parts: Sequence[Part]) -> None:
+        """Those who wait for no more than that a prefix is on its way."""
+        for job in (part.job for part in parts):
+            if job.coming is not None and job.lease is not None and job.lease.tokens == len(job.request.prefix):
+                job.coming(self.cache.held_blocks(job.lease.blocks))
+                job.coming = None
 
     def _not_running(self, parts: Sequence[Part]) -> None:
         self._running = [part for part in self._running if not any(part is ended for ended in parts)]

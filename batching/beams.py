@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +41,7 @@ class Ended(StrEnum):
     CONSTRAINT = "constraint"  # an allowed sequence is complete, and there is no eos to say so
 
 
-WHY: tuple[Ended | None, ...] = (None, *Ended)
+ENDED = tuple(Ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,7 @@ class Candidates:
         return Candidates(self.log_probs[chosen], self.beams[chosen], self.tokens[chosen])
 
 
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
+class Hypothesis(NamedTuple):
     """A finished sequence. tokens: eos included; log_probs: of each of them."""
 
     tokens: tuple[int, ...]
@@ -133,34 +134,39 @@ class BeamState:
         return given.take(order), totals[order]
 
     def _ended(self, best: Candidates, length: int) -> NDArray[np.int8]:
-        """Why each of them ends with its token, as its place in WHY; 0: it does not."""
+        """Why each of them ends with its token, as its place in ENDED, counted from 1; 0: it does not."""
         ended = np.zeros(len(best.tokens), np.int8)
         if self.trie is not None and not self.options.eos_ids:
             nodes = self.trie.step(self.nodes[best.beams], best.tokens)
-            ended[self.trie.leaf(nodes)] = WHY.index(Ended.CONSTRAINT)
+            ended[self.trie.leaf(nodes)] = 1 + ENDED.index(Ended.CONSTRAINT)
         if length == self.options.max_new_tokens:
-            ended[:] = WHY.index(Ended.LENGTH)
-        ended[np.isin(best.tokens, self.options.eos_ids)] = WHY.index(Ended.EOS)
+            ended[:] = 1 + ENDED.index(Ended.LENGTH)
+        ended[np.isin(best.tokens, self.options.eos_ids)] = 1 + ENDED.index(Ended.EOS)
         return ended
 
     def _finish(self, best: Candidates, totals: Floats, ended: NDArray[np.int8], length: int) -> None:
         """Of those that end, only the first num_beams count: the others are there as a reserve."""
-        scores = totals / np.float32(length**self.options.length_penalty)
-        for i in np.flatnonzero(ended[: self.options.num_beams]).tolist():
-            beam, why = int(best.beams[i]), WHY[ended[i]]
-            assert why is not None, "those that go on are left out"
-            tokens = (*self.tokens[beam].tolist(), int(best.tokens[i]))
-            log_probs = (*self.log_probs[beam].tolist(), float(best.log_probs[i]))
-            self.finished.append(Hypothesis(tokens, log_probs, float(scores[i]), why))
-        self.finished.sort(key=lambda found: -found.score)
+        ends = np.flatnonzero(ended[: self.options.num_beams])
+        if not len(ends):
+            return
+        scores = totals[ends] / np.float32(length**self.options.length_penalty)
+        tokens, log_probs = self._continued(best.take(ends))
+        rows = (zip(*tokens.T.tolist(), strict=True), zip(*log_probs.T.tolist(), strict=True), scores.tolist())
+        self.finished += map(Hypothesis, *rows, [ENDED[why - 1] for why in ended[ends].tolist()])
+        self.finished.sort(key=attrgetter("score"), reverse=True)
         del self.finished[self.options.num_beams :]
+
+    def _continued(self, chosen: Candidates) -> tuple[Ints, Floats]:
+        """[n, t + 1] tokens and log-probabilities."""
+        tokens = np.column_stack([self.tokens[chosen.beams], chosen.tokens])
+        log_probs = np.column_stack([self.log_probs[chosen.beams], chosen.log_probs])
+        return tokens.astype(np.int32, copy=False), log_probs.astype(np.float32, copy=False)
 
     def _go_on(self, chosen: Candidates, totals: Floats) -> None:
         if self.trie is not None and len(chosen.tokens):
             self.nodes = self.trie.step(self.nodes[chosen.beams], chosen.tokens)
         self.scores = totals
-        self.tokens = np.column_stack([self.tokens[chosen.beams], chosen.tokens]).astype(np.int32)
-        self.log_probs = np.column_stack([self.log_probs[chosen.beams], chosen.log_probs]).astype(np.float32)
+        self.tokens, self.log_probs = self._continued(chosen)
 
     def _full(self) -> bool:
         early = self.options.early_stopping is EarlyStopping.FULL

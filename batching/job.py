@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -44,6 +44,7 @@ class Job:
     scored   of each item
     chain    the prefix as the cache knows it
     fetching its prefix is on its way from a tier: it waits
+    coming   told once, with a lease of all its pages, when the pass that writes them begins
     lease    its pages, from its first pass on
     cached   prefix tokens that it found computed
     count, total, squares   of the items that it pays for: how many, their tokens, and the sum of their squares
@@ -60,6 +61,7 @@ class Job:
     left: dict[int, None] = field(default_factory=dict)
     scored: list[Scored | None] = field(default_factory=list)
     fetching: asyncio.Task[None] | None = None
+    coming: Callable[[Lease], None] | None = None
     lease: Lease | None = None
     cached: int | None = None
     count: int = 0

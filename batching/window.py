@@ -12,7 +12,8 @@ TRY_AGAIN = 8  # passes, one of which tries it all the same
 
 
 class Window:
-    """Not at all where the device idles. Adapts to load: the busier the device and the closer together the arrivals, the longer, up to MAX_SECONDS."""
+    """Not at all where the device idles; the busier it is and the closer together the arrivals, the longer, up to
+    MAX_SECONDS."""
 
     def __init__(self, most: float = MAX_SECONDS) -> None:
         self._most = most

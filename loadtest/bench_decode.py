@@ -23,7 +23,7 @@ from rich.progress import track
 from attention.decode_timing import DecodePoint
 from loadtest.attention_rows import HEAD_DIM, HEADS, KV_HEADS
 from loadtest.decode_report import report
-from loadtest.decode_rows import VARIANTS, AttentionRow, SearchRow, StepRow, read_rows
+from loadtest.decode_rows import KINDS, VARIANTS, AttentionRow, SearchRow, StepRow, read_rows
 from scorer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,9 +66,11 @@ def run(args: argparse.Namespace) -> int:
     rows = Rows(args.output / "decode.jsonl")
     if not args.report:
         _need_gpu()
-        measure_attention(rows, args.quick)
+        only = set(args.only or KINDS)
+        if "attention" in only:
+            measure_attention(rows, args.quick)
         for size in args.size or ["0.6B"]:
-            measure_model(rows, size)
+            measure_model(rows, size, only)
     report(read_rows(rows.path), args.output)
     print(f"wrote {args.output / 'decode.md'}")
     return 0
@@ -142,7 +144,8 @@ class Rig:
         from batching.page_pool import PagePool
         from batching.prefix_cache import PrefixCache
         from batching.select import Replayed
-        from scorer.beam import BeamPages, BeamSearcher
+        from scorer.beam import BeamSearcher
+        from scorer.beam_pages import BeamPages
 
         limits, cache = BatcherLimits(PASS_TOKENS, 1024, 1 << 30), PrefixCache(PagePool(self.kept), PAGE)
         batcher = Batcher(self.engine.execute, limits, Replayed(), cache, scheduling=Scheduling(passes_in_flight=2))
@@ -152,10 +155,11 @@ class Rig:
         self.engine.close()
 
 
-def measure_model(rows: Rows, size: str) -> None:
+def measure_model(rows: Rows, size: str, only: set[str]) -> None:
     """Steps and whole searches of one model shape."""
-    steps = rows.missing([(size, p, n, STEP_OWN) for p in STEP_PROMPTS for n in STEP_BEAMS], "step")
-    cases = [(size, *shape, cached) for shape in SEARCHES for cached in (False, True)]
+    points = [(size, p, n, STEP_OWN) for p in STEP_PROMPTS for n in STEP_BEAMS if "step" in only]
+    steps = rows.missing(points, "step")
+    cases = [(size, *shape, cached) for shape in SEARCHES for cached in (False, True) if "search" in only]
     searches = rows.missing(cases, "search")
     if not steps and not searches:
         return

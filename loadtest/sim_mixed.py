@@ -19,7 +19,8 @@ from loadtest.sim_device import DeviceTime, SimDevice
 from loadtest.sim_result import Outcome, Result
 from loadtest.traces import Call, Profile, calls
 from loadtest.virtual_time import run
-from scorer.beam import TURN_SECONDS, BeamPages, BeamRequest, BeamSearcher
+from scorer.beam import TURN_SECONDS, BeamRequest, BeamSearcher
+from scorer.beam_pages import BeamPages
 from scorer.beam_steps import BeamStep, Stepped
 
 T = TypeVar("T")
@@ -110,7 +111,8 @@ async def _mixed(
     batcher = Batcher(device, limits, Threshold(128), cache, loop.time)
     pages = BeamPages(CACHE_PAGES, BEAM_PAGES, PAGE)
     turn = TURN_SECONDS if way == TURNS else float("inf")
-    searcher = BeamSearcher(batcher, device, device, pages, loop.time, turn, device.timer)
+    # No one comes while the simulated device computes a turn, so that it cannot be seen whether anyone waits.
+    searcher = BeamSearcher(batcher, device, device, pages, loop.time, turn, device.timer, idle_turn_seconds=turn)
     trace = calls(mix, per_second, seconds, seed=6)
     scoring = [asyncio.create_task(_score(batcher, call, n)) for n, call in enumerate(trace)]
     times = _arrivals(part * per_second_of_all(time), seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,17 +50,10 @@ def beam_bytes(config: Config, model: ScoringModel, kv_token: int) -> int:
     return pages * config.page_size * kv_token + (logits if pages else 0)
 
 
-def make_steps(
-    config: Config,
-    model: ScoringModel,
-    kv_pages: KvPages,
-    memory: MemoryPlan,
-    time_model: TimeModel,
-    fast: FastPath | None,
+def captured_steps(
+    config: Config, model: ScoringModel, kv_pages: KvPages, memory: MemoryPlan, time_model: TimeModel, fast: FastPath
 ) -> Steps:
-    """The beams' steps: captured where there is the hand-fused path, else by the model's modules."""
-    if fast is None:
-        return ModelSteps(model, kv_pages)
+    """Steps by the hand-fused layers. Raises whatever compiling and capturing them raises."""
     from scorer.fast_beams import FastBeams
 
     history = config.max_beam_tokens + 2 * MAX_BEAMS
@@ -67,3 +61,25 @@ def make_steps(
     seconds = beams.capture()
     log.info("beam steps: %d CUDA graphs captured in %.1f s", beams.graphs, seconds)
     return beams
+
+
+def make_steps(
+    config: Config,
+    model: ScoringModel,
+    kv_pages: KvPages,
+    memory: MemoryPlan,
+    time_model: TimeModel,
+    fast: FastPath | None,
+    captured: Callable[..., Steps] = captured_steps,
+) -> Steps:
+    """The beams' steps: captured where there is the hand-fused path and the GPU takes them, else by the model's
+    modules."""
+    if fast is not None:
+        try:
+            return captured(config, model, kv_pages, memory, time_model, fast)
+        except torch.OutOfMemoryError:
+            raise  # passes would meet it later
+        except Exception as error:  # noqa: BLE001  a compiler, a driver: scoring does not depend on it
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            log.warning("beam steps are not captured and run module by module, which is slower: %s", why)
+    return ModelSteps(model, kv_pages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,22 @@ from scorer.model import ScoringModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Ahead:
+    """What a device must know to go on by itself: the rules of `batching.beams` for a search without constraint.
+
+    width    beams that go on, at most
+    count    continuations among which they are
+    eos_ids  behind which none goes on
+    pages    where the search's own tokens lie, by number (`batching.beams.Ancestry`)
+    """
+
+    width: int
+    count: int
+    eos_ids: tuple[int, ...]
+    pages: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BeamStep:
     """What a step computes.
 
@@ -31,6 +47,7 @@ class BeamStep:
     decode       where their keys are
     count        how many continuations are wanted, the best ones of all
     pairs        instead of them the log-probabilities of these
+    ahead        how steps may follow
     """
 
     tokens: Ints
@@ -38,6 +55,7 @@ class BeamStep:
     decode: Decode
     count: int
     pairs: Pairs | None = None
+    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +71,15 @@ class Steps(Protocol):
     """Computes steps, on the device thread: `submit` enqueues one, its answer waits for the result."""
 
     def submit(self, step: BeamStep) -> Callable[[], Stepped]: ...
+
+
+@runtime_checkable
+class Following(Protocol):
+    """What steps may be able to do besides."""
+
+    def follow(self) -> Callable[[], Stepped] | None:
+        """Enqueues the step that follows from the last one's continuations, which need not have come back; None where
+        it cannot, and a step must be submitted. Nothing else may have been submitted since."""
 
 
 class ModelSteps:

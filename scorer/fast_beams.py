@@ -1,7 +1,8 @@
 """Beam steps by the hand-fused layers: on a GPU one CUDA graph by number of beams, whatever prompt and history.
 
-The step's ints travel in one upload; the head and the search for the best continuations are launched behind the graph
-while it runs, and one small copy comes back.
+The step's ints travel in one upload, the graph holds the head and the search for the best continuations too, and one
+small copy comes back. Where nothing constrains a search, its next step is written on the device from what the last one
+found, so that the device need not wait for the host.
 """
 
 from __future__ import annotations
@@ -12,23 +13,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.decode import Decode, DecodeStrategy
-from attention.decode_kernel import BEAMS, FIRST, META, OWN, PROMPT, DecodeArrays, DecodeBlocks, DecodeParts, decode
+from attention.decode_kernel import META, DecodeArrays, DecodeBlocks, DecodeParts, decode
 from attention.decode_timing import BUILT_IN, DecodePoint
 from attention.kv_pages import KvPages
 from attention.layout import Ints
 from batching.beams import Candidates
-from scorer.beam_steps import BeamStep, Stepped
-from scorer.beam_top import pair_log_probs, top_candidates
+from batching.trie import Pairs
+from scorer.beam_head import BeamHead
+from scorer.beam_steps import Ahead, BeamStep, Stepped
+from scorer.beam_triton import advance
 from scorer.fused_model import FusedModel
 from scorer.model import ScoringModel
 from scorer.pinned import Staging, to_host
+from scorer.step_ints import StepInts
 
 BUCKETS = (1, 32, 64, 128, 256, 512)  # beams that graphs are made for
 IN_FLIGHT = 2  # steps whose arrays wait in pinned memory
-ROOM = 16  # ints before the rows: the step's numbers, aligned
+CONTINUATIONS = 4  # for each beam that a graph looks for: those of up to three eos ids
 
 
 Choose = Callable[[DecodePoint], DecodeStrategy]
@@ -49,10 +54,20 @@ class StepKey(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A captured step. hidden [beams, width]"""
+    """A captured step. found [3, count]: what BeamHead.best gives."""
 
     graph: torch.cuda.CUDAGraph
-    hidden: Tensor
+    found: Tensor
+
+
+class Last(NamedTuple):
+    """The last step, as far as the next one follows from it. own: keys of a beam's history."""
+
+    found: Tensor
+    prompt: Ints
+    consecutive: bool
+    own: int
+    ahead: Ahead
 
 
 class FastBeams:
@@ -70,35 +85,34 @@ class FastBeams:
         tma: bool = True,
     ) -> None:
         """most_prompt: tokens; most_history: beams times their tokens. choose: the strategy of each step."""
-        self._model = model
         self._fused = fused
         self._kv_pages = kv_pages
         self._choose = choose
         self._blocks = blocks
         self._tma = tma
         self._cuda = model.device.type == "cuda"
-        widest = BUCKETS[-1]
-        self._rows = {name: ROOM + i * widest for i, name in enumerate(("ids", "positions", "scores", "history"))}
-        size = self._rows["history"] + most_history
-        self._ints = torch.zeros(size, dtype=torch.int32, device=model.device)
+        self._head = BeamHead(model, BUCKETS[-1])
+        self._places = StepInts(BUCKETS[-1], most_history, kv_pages.page_size)
+        self._ints = torch.zeros(self._places.size, dtype=torch.int32, device=model.device)
+        self._following = torch.zeros_like(self._ints)
         self._prompt = torch.zeros(most_prompt + blocks.keys, dtype=torch.int32, device=model.device)
-        self._prompt_named = b""
-        self._pages_of, self._slots = np.zeros(0, np.int32), np.zeros(0, np.int32)
-        self._staging = [Staging(size) for _ in range(IN_FLIGHT)] if self._cuda else []
+        self._pages_of = self._slots = self._prompt_named = np.zeros(0, np.int32)
+        self._prompt_staging = Staging(len(self._prompt)) if self._cuda else None
+        self._staging = [Staging(self._places.size) for _ in range(IN_FLIGHT)] if self._cuda else []
         self._graphs: dict[StepKey, Graph] = {}
         shape = (fused.heads, fused.kv_heads, fused.head_dim)
         self._parts = {n: DecodeParts.make(n, shape, blocks, model.device) for n in BUCKETS}
+        self._last: Last | None = None
 
     def capture(self) -> float:
-        """Captures every graph, takes the memory that the widest step needs behind it, and returns the seconds."""
+        """Captures every graph, compiles what runs beside them, and returns the seconds."""
         started = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         for beams in reversed(BUCKETS):
             for strategy, consecutive in KINDS:
-                self._capture(StepKey(beams, strategy, consecutive), pool)
-        with torch.inference_mode():
-            logits = self._model.every_logit(self._graphs[StepKey(BUCKETS[-1], *KINDS[0])].hidden)
-            top_candidates(logits, torch.zeros(len(logits), device=logits.device), 4 * len(logits))
+                key = StepKey(beams, strategy, consecutive)
+                self._capture(key, pool)
+                self._advance(self._graphs[key].found, 1)
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
@@ -109,20 +123,38 @@ class FastBeams:
     def submit(self, step: BeamStep) -> Callable[[], Stepped]:
         """Enqueues a step; the answer waits for it."""
         started = time.perf_counter()
-        n = len(step.tokens)
-        prompt = self._slots_of(step.decode)
-        beams = next(beams for beams in BUCKETS if beams >= n)
-        strategy = self._choose(DecodePoint(len(prompt), beams, step.decode.history.shape[1]))
-        consecutive = strategy is DecodeStrategy.CASCADE_DECODE and bool((np.diff(prompt) == 1).all())
-        key = StepKey(beams, strategy, consecutive)
-        self._upload(step, prompt, consecutive)
+        prompt, own = self._slots_of(step.decode), step.decode.history.shape[1]
+        consecutive = bool((np.diff(prompt) == 1).all())
+        key = self._key(len(step.tokens), prompt, own, consecutive)
+        self._upload(step, prompt)
+        ahead = step.ahead if step.pairs is None and self._places.fits(step.ahead) else None
         planned = time.perf_counter()
-        if (graph := self._graphs.get(key)) is not None:
-            graph.graph.replay()
-            hidden = graph.hidden
-        else:
-            hidden = self._run(key)
-        return self._collect(hidden[:n], step, planned - started)
+        if step.pairs is not None:
+            self._last = None
+            self._run(key, prompt)
+            return self._collect_pairs(step.pairs, (started, planned))
+        found = self._best(key, prompt, step.count)
+        self._last = None if ahead is None else Last(found, prompt, consecutive, own, ahead)
+        return self._collect(found, step.count, (started, planned))
+
+    def follow(self) -> Callable[[], Stepped] | None:
+        """Enqueues the step that follows from the last one's continuations, without waiting for these."""
+        if self._last is None:
+            return None
+        started = time.perf_counter()
+        last = self._last
+        key = self._key(last.ahead.width, last.prompt, last.own + 1, last.consecutive)
+        self._advance(last.found, last.own)
+        planned = time.perf_counter()
+        found = self._best(key, last.prompt, last.ahead.count)
+        self._last = last._replace(found=found, own=last.own + 1)
+        return self._collect(found, last.ahead.count, (started, planned))
+
+    def _key(self, n: int, prompt: Ints, own: int, consecutive: bool) -> StepKey:
+        """consecutive: whether the prompt's slots are, which only a cascade makes use of."""
+        beams = next(beams for beams in BUCKETS if beams >= n)
+        strategy = self._choose(DecodePoint(len(prompt), beams, own))
+        return StepKey(beams, strategy, consecutive and strategy is DecodeStrategy.CASCADE_DECODE)
 
     def _slots_of(self, step: Decode) -> Ints:
         """The slots of the prompt; the steps of one search name the same pages."""
@@ -130,40 +162,56 @@ class FastBeams:
             self._pages_of, self._slots = step.prompt_pages, step.prompt_slots()
         return self._slots
 
-    def _upload(self, step: BeamStep, prompt: Ints, consecutive: bool) -> None:
-        n, history = len(step.tokens), step.decode.history.ravel()
-        used = self._rows["history"] + len(history)
+    def _upload(self, step: BeamStep, prompt: Ints) -> None:
         if not self._cuda:
-            self._fill(step, prompt, self._ints.numpy())
-        else:
-            self._staging.append(self._staging.pop(0))
-            self._fill(step, prompt, self._staging[-1].take())
-            self._staging[-1].upload(self._ints, used)
-        named = step.decode.prompt_pages.tobytes() + np.int64(len(prompt)).tobytes()
-        if not consecutive and named != self._prompt_named:
-            self._prompt[: len(prompt)].copy_(torch.from_numpy(prompt))
-            self._prompt_named = named
-        assert n <= BUCKETS[-1], "checked when the search was accepted"
-
-    def _fill(self, step: BeamStep, prompt: Ints, ints: Ints) -> None:
-        n, rows, history = len(step.tokens), self._rows, step.decode.history
-        meta = ints[:META]
-        meta[BEAMS], meta[PROMPT], meta[OWN] = n, step.decode.prompt_tokens, history.shape[1]
-        meta[FIRST] = prompt[0] if len(prompt) else 0
-        ints[rows["ids"] : rows["ids"] + n] = step.tokens
-        ints[rows["positions"] : rows["positions"] + n] = step.decode.position
-        ints[rows["scores"] : rows["scores"] + n] = step.scores.view(np.int32)
-        ints[rows["history"] : rows["history"] + history.size] = history.ravel()
-
-    def _view(self, name: str, count: int) -> Tensor:
-        return self._ints[self._rows[name] : self._rows[name] + count]
+            self._places.fill(step, prompt, self._ints.numpy())
+            return
+        self._staging.append(self._staging.pop(0))
+        used = self._places.fill(step, prompt, self._staging[-1].take())
+        self._staging[-1].upload(self._ints, used)
 
     @torch.inference_mode()
-    def _run(self, key: StepKey) -> Tensor:
-        """[beams, width] final hidden states."""
-        arrays = DecodeArrays(
-            self._ints[:META], None if key.consecutive else self._prompt, self._ints[self._rows["history"] :]
-        )
+    def _advance(self, found: Tensor, own: int) -> None:
+        """Writes the next step over the last one. By way of a copy: programs read what others would write."""
+        begin, widest = self._places.begin, self._places.widest
+        step, following = self._ints[begin:], self._following[begin:]
+        advance(found, self._ints, step, following, own, widest, self._kv_pages.page_size)
+        step.copy_(following)
+
+    def _best(self, key: StepKey, prompt: Ints, count: int) -> Tensor:
+        """Runs a step; at least its `count` best continuations, as BeamHead.best gives them."""
+        found = self._run(key, prompt)
+        return found if count <= CONTINUATIONS * _capacity(key) else self._head.best(self._scores(key), count)
+
+    def _run(self, key: StepKey, prompt: Ints) -> Tensor:
+        if not key.consecutive and self._prompt_named is not prompt:
+            self._name(prompt)
+        if (graph := self._graphs.get(key)) is None:
+            return self._step(key)
+        graph.graph.replay()
+        return graph.found
+
+    def _name(self, prompt: Ints) -> None:
+        """Uploads a prompt's slots, without waiting for the pass that may be computing it."""
+        if self._prompt_staging is None:
+            self._prompt[: len(prompt)].copy_(torch.from_numpy(prompt))
+        else:
+            self._prompt_staging.take()[: len(prompt)] = prompt
+            self._prompt_staging.upload(self._prompt, len(prompt))
+        self._prompt_named = prompt
+
+    def _scores(self, key: StepKey) -> Tensor:
+        return self._view("scores", key.beams).view(torch.float32)
+
+    def _view(self, name: str, count: int) -> Tensor:
+        return self._ints[self._places.row(name) : self._places.row(name) + count]
+
+    @torch.inference_mode()
+    def _step(self, key: StepKey) -> Tensor:
+        """The kernels of a step, one after the other."""
+        meta = self._ints[self._places.begin : self._places.begin + META]
+        history = self._ints[self._places.row("history") :]
+        arrays = DecodeArrays(meta, None if key.consecutive else self._prompt, history)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             held = self._kv_pages.layer(layer, k, v)
@@ -172,7 +220,9 @@ class FastBeams:
             decode(q, k, v, held, arrays, parts, out, self._fused.scale, self._blocks, self._tma)
             return out
 
-        return self._fused.forward(self._view("ids", key.beams), self._view("positions", key.beams), None, attend)
+        hidden = self._fused.forward(self._view("ids", key.beams), self._view("positions", key.beams), None, attend)
+        self._head.read(hidden, self._scores(key))
+        return self._head.best(self._scores(key), CONTINUATIONS * _capacity(key))
 
     @torch.inference_mode()
     def _capture(self, key: StepKey, pool: Any) -> None:
@@ -181,35 +231,52 @@ class FastBeams:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._run(key)
+            self._step(key)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=side):
-            hidden = self._run(key)
-        self._graphs[key] = Graph(graph, hidden)
+            found = self._step(key)
+        self._graphs[key] = Graph(graph, found)
 
-    @torch.inference_mode()
-    def _collect(self, hidden: Tensor, step: BeamStep, plan_seconds: float) -> Callable[[], Stepped]:
-        started = time.perf_counter()
-        logits = self._model.every_logit(hidden)
-        if step.pairs is not None:
-            at = (torch.from_numpy(part.astype(np.int64)).to(logits.device, non_blocking=True) for part in step.pairs)
-            found = (pair_log_probs(logits, *at),)
-        else:
-            scores = self._view("scores", len(step.tokens)).view(torch.float32)
-            log_probs, beams, tokens = top_candidates(logits, scores, step.count)
-            found = (log_probs, torch.stack([beams, tokens]).to(torch.int32))  # type: ignore[assignment]
-        on_host = tuple(to_host(part) if self._cuda else part for part in found)
-        done = None
-        if self._cuda:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
+    def _collect(self, found: Tensor, count: int, times: tuple[float, float]) -> Callable[[], Stepped]:
+        """times: when the step was taken up, and when it was planned."""
+        ready = self._on_host(found)
 
         def wait() -> Stepped:
-            if done is not None:
-                done.synchronize()
-            log_probs, *places = (part.numpy() for part in on_host)
-            beams, tokens = places[0] if step.pairs is None else step.pairs
-            return Stepped(Candidates(log_probs, beams, tokens), plan_seconds, time.perf_counter() - started)
+            log_probs, beams, tokens = ready()[:, :count]
+            log_probs = log_probs.view(np.float32)
+            there = log_probs != -np.inf
+            return _stepped(Candidates(log_probs[there], beams[there], tokens[there]), times)
 
         return wait
+
+    @torch.inference_mode()
+    def _collect_pairs(self, pairs: Pairs, times: tuple[float, float]) -> Callable[[], Stepped]:
+        at = (torch.from_numpy(p.astype(np.int64)).to(self._ints.device, non_blocking=True) for p in pairs)
+        ready = self._on_host(self._head.log_probs(*at))
+        return lambda: _stepped(Candidates(ready(), *pairs), times)
+
+    def _on_host(self, tensor: Tensor) -> Callable[[], NDArray[Any]]:
+        """Begins a copy; the answer waits for it."""
+        if not self._cuda:
+            return tensor.numpy
+        host = to_host(tensor)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+
+        def wait() -> NDArray[Any]:
+            done.synchronize()
+            array: NDArray[Any] = host.numpy()
+            return array
+
+        return wait
+
+
+def _capacity(key: StepKey) -> int:
+    """Beams of the widest search that a graph may be for: the first step of every search has one."""
+    return BUCKETS[-1] if key.beams == 1 else key.beams
+
+
+def _stepped(candidates: Candidates, times: tuple[float, float]) -> Stepped:
+    started, planned = times
+    return Stepped(candidates, planned - started, time.perf_counter() - planned)

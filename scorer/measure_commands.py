@@ -55,6 +55,7 @@ FLOPs / 790 TFLOP/s + attention FLOPs / 600 TFLOP/s. Exit codes: 0; 2 no GPU."""
 
 BENCH_DECODE_EXAMPLE = """example:
   prefixrank bench decode --output results --size 0.6B   (measure, then write results/decode.md)
+  prefixrank bench decode --output results --only search (whole searches alone)
   prefixrank bench decode --output results --report      (only write the report again)
 
 Attention: one layer, heads 16/8, head_dim 128, bf16, GPU-only milliseconds; a step and a search: a Qwen3's shape with
@@ -94,6 +95,8 @@ def add_bench_decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", action="append", choices=["0.6B", "4B", "8B"], help=told)
     parser.add_argument("--output", type=Path, default=Path("bench-decode"), metavar="DIR", help="where rows go")
     parser.add_argument("--quick", action="store_true", help="a part of the attention's grid")
+    kinds = ["attention", "step", "search"]
+    parser.add_argument("--only", action="append", choices=kinds, help="may be repeated (default: all of them)")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the rows")
 
 

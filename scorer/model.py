@@ -193,13 +193,15 @@ class ScoringModel:
         return self._finish(raw)
 
     @torch.inference_mode()
-    def every_logit(self, hidden: Tensor) -> Tensor:
-        """[n, vocabulary] fp32. On a GPU products of the weights' own type, summed in fp32: as exact, and many times
-        as fast, which counts where the whole vocabulary is wanted for many rows."""
-        if not (hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)):
-            return self.head(hidden, slice(self.vocabulary))
-        raw = torch.mm(hidden, self._weight[: self.vocabulary].T, out_dtype=torch.float32)
-        return self._finish(raw if self._bias is None else raw + self._bias[: self.vocabulary].float())
+    def every_logit(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, vocabulary] fp32, in `out` if given. On a GPU products of the weights' own type, summed in fp32: as
+        exact, and many times as fast, which counts where the whole vocabulary is wanted for many rows."""
+        if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+            raw = torch.mm(hidden, self._weight[: self.vocabulary].T, out_dtype=torch.float32, out=out)
+            found = self._finish(raw if self._bias is None else raw + self._bias[: self.vocabulary].float())
+        else:
+            found = self.head(hidden, slice(self.vocabulary))
+        return found if out is None or found is out else out.copy_(found)
 
     @torch.inference_mode()
     def alone(self, ids: Ints, keep: int) -> Tensor:

@@ -15,7 +15,8 @@ from batching.prefix_cache import PrefixCache
 from batching.select import Measured, Policy, Replayed, Threshold
 from batching.shares import FairShares
 from batching.trie import Trie
-from scorer.beam import MAX_BEAMS, BeamPages, BeamSearcher
+from scorer.beam import MAX_BEAMS, BeamSearcher
+from scorer.beam_pages import BeamPages
 from scorer.beam_setup import make_steps, no_beams
 from scorer.config import EMBEDDED, Config, Limits
 from scorer.constraints import read_constraints

@@ -21,7 +21,8 @@ from batching.prefix_cache import PrefixCache
 from batching.select import Threshold
 from batching.trie import Trie
 from batching.types import Item, TokenizedRequest
-from scorer.beam import BeamPages, BeamRequest, BeamSearcher
+from scorer.beam import BeamRequest, BeamSearcher
+from scorer.beam_pages import BeamPages
 from scorer.beam_steps import ModelSteps
 from scorer.beam_top import CHUNK, top_candidates
 from scorer.engine import Engine
@@ -36,13 +37,15 @@ EOS = (7, 11)
 
 
 @asynccontextmanager
-async def searcher(model, strategy=DecodeStrategy.CASCADE_DECODE, kept=KEPT, beam_pages=BEAM_PAGES, steps=None):
-    """A searcher with a batcher, an engine and a cache of its own."""
+async def searcher(
+    model, strategy=DecodeStrategy.CASCADE_DECODE, kept=KEPT, beam_pages=BEAM_PAGES, steps=None, around=lambda run: run
+):
+    """A searcher with a batcher, an engine and a cache of its own. around: what the batcher calls for the engine."""
     pages = KvPages(kept + beam_pages, PAGE)
     engine = Engine(model, make("torch", pages), PAGE, kept + beam_pages)
     cache = PrefixCache(PagePool(kept), PAGE)
     window = min((key.window for key in model.mask_keys if key.window is not None), default=None)
-    batcher = Batcher(engine.execute, BatcherLimits(1024, 64, 1 << 20), Threshold(128, window), cache)
+    batcher = Batcher(around(engine.execute), BatcherLimits(1024, 64, 1 << 20), Threshold(128, window), cache)
     made = ModelSteps(model, pages, strategy) if steps is None else steps(model, pages)
     try:
         yield BeamSearcher(batcher, engine, made, BeamPages(kept, beam_pages, PAGE)), batcher
