@@ -1,5 +1,7 @@
 """What admission says and where its edges lie, on a device that is less exact than its predictions."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from batching.scheduler import (
     Ticket,
     first_come,
 )
+from batching.shares import FORGOTTEN, MAX_TENANTS, MEMORY_SECONDS, FairShares
 from tests.attention.draw import examples
 
 PASS = 100  # tokens
@@ -255,3 +258,49 @@ def test_bytes_refuse_nobody_where_nothing_can_be_said(kind):
     deadline = None if kind == "no deadline" else 0.4
     size = 100 if kind == "later ones" else 100_000
     made.admit_bytes(ticket(0, deadline, partial=kind == "partial"), size, queue, 0.0, 0.0)
+
+
+# --- what tenants asked for
+
+
+def test_what_was_asked_fades_and_is_forgotten():
+    shares = FairShares()
+    shares.asked("a", 0.3 * MEMORY_SECONDS, 10.0)
+    assert shares.share("b", 10.0) == pytest.approx(0.7)
+    assert shares.share("b", 9.0) == pytest.approx(0.7), "time does not run backwards"
+    later = 10.0 + MEMORY_SECONDS / 2
+    assert shares.share("b", later) == pytest.approx(1 - 0.3 * math.exp(-0.5))
+    shares.asked("a", 0.2 * MEMORY_SECONDS, later)
+    assert shares.share("b", later) == pytest.approx(1 - 0.3 * math.exp(-0.5) - 0.2)
+    assert shares.share("b", later + 30 * MEMORY_SECONDS) == 1.0
+    assert not shares._demand
+
+
+def test_too_little_to_count_is_remembered_a_while():
+    shares = FairShares()
+    shares.asked("a", 0.5 * FORGOTTEN * MEMORY_SECONDS, 0.0)
+    assert shares.share("b", 0.0) == 1.0
+    shares.share("b", 1e-9)
+    shares.asked("a", 0.7 * FORGOTTEN * MEMORY_SECONDS, 1e-9)
+    assert shares.share("b", 1e-9) == pytest.approx(1 - 1.2 * FORGOTTEN)
+
+
+def test_of_too_many_tenants_the_one_that_asked_least_is_forgotten():
+    shares = FairShares()
+    for number in range(MAX_TENANTS):
+        shares.asked(str(number), 1.0 + (number != 7), 0.0)
+    assert len(shares._demand) == MAX_TENANTS
+    shares.asked("one more", 2.0, 0.0)
+    assert len(shares._demand) == MAX_TENANTS
+    assert "7" not in shares._demand
+
+
+def test_who_asks_for_less_than_its_share_gets_it_first_whatever_it_weighs():
+    """Weights 4, 1, 1: the first asks for 0.4 of 4/6, the second for 0.05, the third for all: it gets the rest."""
+    shares = FairShares({"heavy": 4.0, "light": 0.5})
+    shares.asked("heavy", 0.4 * MEMORY_SECONDS, 0.0)
+    shares.asked("modest", 0.05 * MEMORY_SECONDS, 0.0)
+    shares.asked("greedy", 5 * MEMORY_SECONDS, 0.0)
+    assert shares.share("greedy", 0.0) == pytest.approx(0.55)
+    assert shares.share("light", 0.0) == pytest.approx(0.55 * 0.5 / 1.5)
+    assert shares.share("heavy", 0.0) == pytest.approx(0.95 * 4 / 5)

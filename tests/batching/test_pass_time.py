@@ -105,3 +105,77 @@ def test_a_busy_one_stays_open_for_a_moment_unless_the_batch_is_full_or_someone_
     assert window.seconds(10, 1000, -0.1, now) == 0.0
     assert window.seconds(10, 1000, 0.0003, now) == pytest.approx(0.0003)
     assert window.seconds(10, 1000, 1.0, now + 1.0) == 0.0, "nobody came for a second: nobody is waited for"
+
+
+@pytest.mark.parametrize("slack", [1.0, 0.0005, 0.0, -1.0])
+@pytest.mark.parametrize(("gap", "wait"), [(0.0004, 0.0008), (0.000999, 0.001998), (0.0011, 0.0), (0.0009, 0.0018)])
+def test_it_waits_for_two_gaps_at_most_two_milliseconds_and_not_where_the_next_is_further_off(gap, wait, slack):
+    window, now = busy_window(gap)
+    assert window.seconds(10, 1000, slack, now - gap) == pytest.approx(max(0.0, min(wait, slack)), abs=1e-9)
+    assert Window(most=1.0).seconds(10, 1000, 1.0, 0.0) == 0.0
+
+
+def test_the_gap_is_a_mean_of_late_ones_and_grows_while_nobody_comes():
+    window, _ = busy_window(0.0004)
+    now = window._last
+    window.arrived(now + 0.0009)
+    assert window._gap == pytest.approx(0.0004 + 0.2 * 0.0005)
+    assert window.seconds(10, 1000, 1.0, now + 0.0009) == pytest.approx(0.001)
+    assert window.seconds(10, 1000, 1.0, now + 0.0009 + 0.0008) == pytest.approx(0.0016)
+
+
+def test_how_busy_it_is_is_remembered_for_half_a_second():
+    window = Window()
+    window.ran(1.0, 1.2)
+    busy = 1 - np.exp(-0.2 / 0.5)
+    assert window._busy == pytest.approx(busy)
+    window.ran(1.5, 1.6)  # a quarter of the time since
+    kept = np.exp(-0.4 / 0.5)
+    busy = busy * kept + 0.25 * (1 - kept)
+    assert window._busy == pytest.approx(busy)
+    window.ran(1.4, 1.8)  # two at a time count as one
+    kept = np.exp(-0.2 / 0.5)
+    busy = busy * kept + (1 - kept)
+    assert window._busy == pytest.approx(busy)
+    window.ran(1.8, 1.8)
+    assert window._busy == pytest.approx(busy), "no time went by"
+
+
+# --- sums of work
+
+
+def test_work_adds_up_and_never_falls_below_nothing():
+    one, other = Work(10, 70.0), Work(4, 90.0)
+    assert one + other == Work(14, 160.0)
+    assert one - other == Work(6, 0.0)
+    assert other - one == Work(0, 20.0)
+    assert Work(3, 8.0) - Work(1, 2.0) == Work(2, 6.0)
+
+
+def test_before_anything_was_measured_the_first_belief_holds():
+    made = FittedPassTime(rate=500.0)
+    assert made.margin == 1.0
+    assert made.share(Work(100, 3000.0), 1000) == pytest.approx(1e-4 + 0.2 + 3000 * 2e-8)
+    assert made.seconds(Work(100, 3000.0)) == pytest.approx(1e-3 + 0.2 + 3000 * 2e-8)
+
+
+def test_a_share_pays_its_part_of_what_is_fixed_and_all_of_the_rest():
+    rng, made = np.random.default_rng(4), FittedPassTime()
+    for work in passes(rng, 60):
+        made.learn(work, 0.004 + 1e-5 * work.tokens + 2e-10 * work.pairs)
+    fixed, a, b = made._fit
+    assert made.share(Work(500, 10_000.0), 2000) == pytest.approx(fixed / 4 + 500 * a + 10_000 * b)
+    assert fixed == pytest.approx(0.004, rel=0.2)
+
+
+def test_the_margin_is_that_of_nine_passes_in_ten():
+    made = FittedPassTime()
+    for n in range(KNOWN_PASSES):
+        made.learn(Work(1000 + n, 0.0), 0.01)
+    made._fitted = lambda: made._fit  # what it predicts stays as it is
+    predicted = made.seconds(Work(1000, 0.0))
+    for n in range(10):
+        made.learn(Work(1000, 0.0), predicted * (1.0 + n / 10))
+    assert made.margin == pytest.approx(1.8)
+    made.learn(Work(1, 0.0), 1.0)
+    assert len(made._passes) == KNOWN_PASSES + 11, "one token is a pass, too"

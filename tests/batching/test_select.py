@@ -5,7 +5,7 @@ import pytest
 
 from attention.plans import MAX_ITEM_TOKENS, WINDOWLESS, Strategy
 from attention.timing import CANDIDATES, built_in
-from batching.select import DENSE_TOKENS, Measured, StrategyError, Threshold, choose
+from batching.select import DENSE_TOKENS, Budget, Choice, Measured, Replayed, StrategyError, Threshold, choose
 from batching.types import Item, TokenizedRequest
 
 AUTO = Threshold(64)
@@ -159,3 +159,86 @@ def only_packed(policy):
             return policy.model.ranked(prefix, cached, lengths, (Strategy.PACKED_MULTI_ITEM,))
 
     return Measured(Only(), policy.window)
+
+
+# --- graphs
+
+
+def test_what_graphs_replay_is_fused_up_to_its_limit():
+    choice = chosen(20, [5, MAX_ITEM_TOKENS], Replayed(False))
+    assert choice == Choice((Strategy.FUSED,) * 2, "replayed from a CUDA graph")
+    choice = chosen(20, [5, MAX_ITEM_TOKENS + 1], Replayed(False))
+    assert choice == Choice((Strategy.DIRECT_RAGGED,) * 2, "an item of 65536 tokens")
+    assert chosen(20, [5], Replayed(False), Strategy.MULTI_ITEM).strategies == (Strategy.MULTI_ITEM,)
+
+
+def test_an_invariant_service_computes_one_way():
+    assert chosen(20, [5], Replayed(True), Strategy.FUSED).strategies == (Strategy.FUSED,)
+    with pytest.raises(StrategyError, match=r"^the service is invariant, and multi_item would give other bits: fused$"):
+        chosen(20, [5], Replayed(True), Strategy.MULTI_ITEM)
+    with pytest.raises(StrategyError, match=r"^the service is invariant up to items of 65535 tokens, got 65536$"):
+        chosen(20, [MAX_ITEM_TOKENS + 1], Replayed(True))
+
+
+# --- the budget of a pass, to its edges
+
+
+def taken(budget, *asked):
+    return [budget.take(*each) for each in asked]
+
+
+def test_a_budget_is_spent_to_the_last_token_and_item():
+    assert taken(Budget(30, 9), (10, [10, 10]), (0, [1])) == [2, 0]
+    assert taken(Budget(31, 9), (10, [10, 10]), (0, [1])) == [2, 1]
+    budget = Budget(100, 3)
+    assert taken(budget, (0, [5, 5]), (0, [5, 5])) == [2, 0], "a request that fits stays together"
+    assert (budget.tokens, budget.items) == (90, 1)
+    assert budget.take(0, [5]) == 1
+    assert budget.full
+    assert Budget(0, 5).full
+    assert Budget(5, 0).full
+    assert not Budget(1, 1).full
+
+
+def test_a_request_of_just_a_pass_stays_together_and_a_larger_one_fills_what_is_left():
+    assert taken(Budget(30, 99), (0, [1]), (10, [10, 10])) == [1, 0]
+    assert taken(Budget(30, 99), (0, [1]), (10, [10, 11])) == [1, 1]
+    assert taken(Budget(30, 99), (40, [10, 10])) == [1], "the first gets one item, however long"
+    assert taken(Budget(30, 99), (0, [1]), (40, [10, 10])) == [1, 0]
+
+
+def test_where_every_item_computes_the_prefix_it_counts_each_time():
+    budget = Budget(30, 99)
+    assert budget.take(10, [5, 5, 5], True) == 2
+    assert budget.tokens == 0
+    budget = Budget(31, 99)
+    assert budget.take(0, [5, 5], True) == 2
+    assert budget.tokens == 21
+    budget = Budget(31, 99)
+    assert budget.take(7, [5, 5], False) == 2
+    assert budget.tokens == 14
+
+
+def test_items_are_bounded_too():
+    budget = Budget(1000, 3)
+    assert budget.take(0, [1] * 5) == 3
+    assert (budget.tokens, budget.items) == (997, 0)
+
+
+# --- items
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "read_ids", "told"),
+    [
+        (np.zeros((1, 2)), [0], [[1]], "ids is one row of token ids"),
+        (np.zeros(0), [], np.zeros((0, 1)), "an item has at least one token"),
+        (np.zeros(2), [0, 1], [[1]], "one row of read_ids a read offset"),
+        (np.zeros(2), [2], [[1]], "reads lie inside the item"),
+        (np.zeros(2), [-1], [[1]], "reads lie inside the item"),
+    ],
+)
+def test_an_item_is_checked(ids, offsets, read_ids, told):
+    with pytest.raises(AssertionError, match=f"^{told}"):
+        Item(np.asarray(ids, np.int32), np.array(offsets, np.int32), np.asarray(read_ids, np.int32))
+    Item(np.zeros(2, np.int32), np.array([0, 1], np.int32), np.array([[1], [2]], np.int32))

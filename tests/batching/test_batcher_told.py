@@ -1,0 +1,183 @@
+"""What the batcher tells: its callers of load and ends, its observer of passes, each answer of its times."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from batching.batcher import Scheduling
+from batching.errors import CannotFinish, Closed, DeviceFailed, DeviceGone, Expired
+from batching.job import Job
+from batching.scheduler import Asked, Ticket
+from batching.select import Choice, Strategy
+from batching.tiering import Rates
+from loadtest.virtual_time import run as virtual
+from tests.batching.fake import Counting, FakeDevice, TimedDevice, batcher, request
+
+
+class PerToken:
+    """A device of a millisecond a token, as it is predicted."""
+
+    margin, known = 1.0, True
+
+    def __init__(self):
+        self.learned = []
+
+    def share(self, work, pass_tokens):
+        return work.tokens / 1000
+
+    def learn(self, work, seconds):
+        self.learned.append((work.tokens, seconds))
+
+
+def timed(seconds, **kwargs):
+    times = PerToken()
+    made = batcher(TimedDevice(seconds), scheduling=Scheduling(pass_time=times), **kwargs)
+    made._clock = asyncio.get_running_loop().time
+    made.observer = Counting()
+    return made, times
+
+
+def test_bytes_that_could_not_be_in_time_are_refused_and_counted():
+    async def scenario():
+        made, _ = timed(1.0)
+        made.learn_size(10, 20)
+        first = asyncio.create_task(made.submit(request([1], [2] * 40), 10.0))
+        await asyncio.sleep(0.1)
+        now = made._clock()
+        made.admit_bytes(10, Asked(), now + 1.0)
+        made.admit_bytes(2000, Asked(partial=True), now + 1.0)
+        made.admit_bytes(2000, Asked(), None)
+        with pytest.raises(CannotFinish, match=r"2000 bytes could not be scored in the 1.000 s"):
+            made.admit_bytes(2000, Asked(), now + 1.0)
+        assert made.observer.counts == {"deadline": 1}
+        await first
+        made.admit_bytes(2000, Asked(), made._clock() + 0.001)  # idle: whatever it may be
+        await made.drain()
+        with pytest.raises(Closed, match=r"^the service is stopping$"):
+            made.admit_bytes(1, Asked(), None)
+
+    virtual(scenario())
+
+
+def test_a_class_of_bytes_stands_before_the_classes_below_it():
+    async def scenario():
+        made, _ = timed(1.0, pass_tokens=64)
+        made.learn_size(1, 1)
+        low = [asyncio.create_task(made.submit(request([n], [2] * 60, priority=-1))) for n in range(20)]
+        await asyncio.sleep(0.1)
+        made.admit_bytes(100, Asked("t", 1), made._clock() + 1.0)
+        with pytest.raises(CannotFinish):
+            made.admit_bytes(100, Asked("t", -1), made._clock() + 0.5)
+        await asyncio.gather(*low)
+        await made.drain()
+
+    virtual(scenario())
+
+
+def test_the_observer_hears_of_each_pass():
+    async def scenario():
+        made, times = timed(0.25, pass_tokens=40)
+        await asyncio.gather(made.submit(request([1, 2], [3] * 10)), made.submit(request([4, 5], [6] * 6)))
+        assert made.observer.fills == [(20, 0.5, 2)]
+        assert times.learned == [(20, pytest.approx(0.25))]
+        await made.submit(request([1, 2], [7] * 8))
+        assert made.observer.fills[1:] == [(8, 0.2, 1)]
+        await made.drain()
+
+    virtual(scenario())
+
+
+def test_an_answer_tells_its_times():
+    async def scenario():
+        made, _ = timed(0.25, pass_tokens=16)
+        answer = await made.submit(request([1, 2], *[[n] * 7 for n in range(5)]))
+        assert answer.passes == 3
+        assert answer.forward_seconds == pytest.approx(3 * 0.01)
+        assert answer.plan_seconds == pytest.approx(3 * 0.001)
+        assert answer.queue_seconds == pytest.approx(3 * 0.25 - 3 * 0.011)
+        await made.drain()
+
+    virtual(scenario())
+
+
+@pytest.mark.parametrize(("now", "queue"), [(9.0, 3.25), (5.5, 0.0)])
+def test_what_is_neither_planned_nor_computed_is_waiting(now, queue):
+    asked = request([1], [2])
+    job = Job(asked, (1,), np.zeros(1, np.int32), Choice((Strategy.NAIVE,), "why"), None, Ticket("", 0, 5.0), None)
+    job.scored, job.plan_seconds, job.forward_seconds = [None], 0.25, 0.5
+    answer = job.answer(now)
+    assert answer.queue_seconds == pytest.approx(queue)
+    assert (answer.plan_seconds, answer.forward_seconds, answer.reason) == (0.25, 0.5, "why")
+
+
+def test_who_goes_away_is_told_from_who_came_too_late():
+    async def scenario():
+        made, _ = timed(1.0)
+        went, late, neither = (
+            asyncio.create_task(made.submit(request([n], [9]), d)) for n, d in ((1, 8.0), (2, 0.3), (3, None))
+        )
+        await asyncio.sleep(0.1)
+        went.cancel()
+        neither.cancel()
+        with pytest.raises(Expired, match=r"^the deadline came before this request's scores$"):
+            await late
+        assert made.observer.counts == {"cancelled": 2, "missed": 1}
+        await made.drain()
+
+    virtual(scenario())
+
+
+def test_why_a_pass_failed_is_behind_the_failure():
+    async def scenario():
+        device = FakeDevice()
+        made = batcher(device)
+        device.failures = [ValueError("a kernel")]
+        with pytest.raises(DeviceFailed, match=r"^ValueError in the forward pass$") as caught:
+            await made.submit(request([1], [2]))
+        assert str(caught.value.__cause__) == "a kernel"
+        device.failures = [DeviceGone("it hangs")]
+        with pytest.raises(DeviceFailed):
+            await made.submit(request([1], [2]))
+        assert await made.failed() == "it hangs"
+        with pytest.raises(Closed, match=r"^the service is stopping$"):
+            await made.submit(request([1], [2]))
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_when_the_device_goes_is_told():
+    async def scenario():
+        device = FakeDevice()
+        made = batcher(device, pass_tokens=8)
+        device.gate.clear()
+        device.failures = [DeviceGone("it hangs")]
+        tasks = [asyncio.create_task(made.submit(request([n], [n] * 7))) for n in range(3)]
+        await asyncio.sleep(0.01)
+        device.gate.set()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sorted(str(end) for end in ends) == ["DeviceGone in the forward pass", *["the device is gone"] * 2]
+
+    asyncio.run(scenario())
+
+
+def test_a_warmed_prefix_has_its_callers_deadline():
+    async def scenario():
+        made, _ = timed(1.0)
+        with pytest.raises(Expired):
+            await made.warm(request([1, 2, 3, 4], [5]).prefix, "", 60.0, deadline=0.5)
+        warmed = await made.warm(request([1, 2, 3, 4], [5]).prefix, "", 60.0, deadline=10.0)
+        assert warmed.kept == 4
+        await made.drain()
+
+    virtual(scenario())
+
+
+def test_what_reads_ahead_is_made_of_the_batchers_own_parts():
+    made = batcher(FakeDevice(), pass_tokens=77)
+    tiers, rates = object(), Rates({})
+    ahead = made.reading_ahead(tiers, rates)
+    assert made.ahead is None, "until it is set"
+    assert (ahead._cache, ahead._tiers, ahead._rates) == (made.cache, tiers, rates)
+    assert (ahead._pass_time, ahead._pass_tokens, ahead._clock) == (made._scheduler.pass_time, 77, made._clock)
+    assert batcher(FakeDevice(), tiers=(tiers, rates)).ahead._tiers is tiers
