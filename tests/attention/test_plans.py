@@ -11,7 +11,7 @@ from attention.expand import expand
 from attention.layout import Layout, LayoutError, Segment, unshared
 from attention.mask import visible
 from attention.planner import plan, plan_visibility
-from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, MaskKind, Pages, Strategy
+from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, Launch, MaskKind, PagedKv, Pages, Strategy
 from tests.attention.draw import cases, examples, segments
 
 SHARING = [s for s in Strategy if s is not Strategy.NAIVE]
@@ -360,3 +360,26 @@ def test_a_plan_says_how_many_pages_it_needs_kept_ones_included(kept):
     pages = Pages(16, 0, (np.array(kept, np.int32), None))
     made = plan(layout, [Strategy.CASCADE_CONTIGUOUS], pages)
     assert made.num_pages == max(kept) + 1
+
+
+def test_the_masks_of_several_requests_are_padded_to_whole_bytes_each():
+    rng = np.random.default_rng(0)
+    q_lens, kv_lens = [3, 1, 5], [7, 20, 3]
+    masks = [rng.random((q, kv)) < 0.5 for q, kv in zip(q_lens, kv_lens, strict=True)]
+    launch = Launch(
+        MaskKind.CUSTOM,
+        np.arange(9, dtype=np.int32),
+        np.array([0, 3, 4, 9], np.int32),
+        PagedKv(np.array([0, 1, 3, 4], np.int32), np.arange(4, dtype=np.int32), np.array([7, 4, 3], np.int32)),
+        custom_mask=np.concatenate([mask.ravel() for mask in masks]),
+    )
+    packed = launch.packed_custom_mask(16)
+    assert packed.dtype == np.uint8
+    sizes = [-(-mask.size // 8) for mask in masks]
+    assert len(packed) == sum(sizes)
+    for part, mask in zip(np.split(packed, np.cumsum(sizes)[:-1]), masks, strict=True):
+        bits = np.unpackbits(part, bitorder="little")
+        assert (bits[: mask.size].astype(bool) == mask.ravel()).all()
+        assert not bits[mask.size :].any()
+    with pytest.raises(AssertionError, match=r"^only a custom launch has a mask to pack$"):
+        replace(launch, custom_mask=None).packed_custom_mask(16)

@@ -1,12 +1,13 @@
 """What the batcher tells: its callers of load and ends, its observer of passes, each answer of its times."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from batching.batcher import Scheduling
-from batching.errors import CannotFinish, Closed, DeviceFailed, DeviceGone, Expired
+from batching.batcher import HOLD_TRIES, Scheduling
+from batching.errors import CannotFinish, Closed, DeviceFailed, DeviceGone, Expired, QueueFull
 from batching.job import Job
 from batching.scheduler import Asked, Ticket
 from batching.select import Choice, Strategy
@@ -181,3 +182,68 @@ def test_what_reads_ahead_is_made_of_the_batchers_own_parts():
     assert (ahead._cache, ahead._tiers, ahead._rates) == (made.cache, tiers, rates)
     assert (ahead._pass_time, ahead._pass_tokens, ahead._clock) == (made._scheduler.pass_time, 77, made._clock)
     assert batcher(FakeDevice(), tiers=(tiers, rates)).ahead._tiers is tiers
+
+
+# --- prefixes that are held
+
+
+def test_a_held_prefix_is_computed_once_and_stays():
+    async def scenario():
+        made, _ = timed(0.1, pages=4)
+        prefix = request(range(1, 11), [5]).prefix
+        held = await made.hold(prefix, Asked("a", 1))
+        assert (held.cached, held.lease.written, held.scores.computed_tokens) == (0, 10, 11)
+        again = await made.hold(prefix, Asked("a", 1))
+        assert (again.cached, again.scores) == (10, None)
+        assert [block.wishes for block in again.lease.blocks] == [2, 2, 2]
+        assert again.lease.pages.tolist() == held.lease.pages.tolist()
+        made.cache.clear()
+        assert made.cache.hit(held_chain(made, prefix, "a")) == 10
+        for each in (held, again):
+            made.cache.release(each.lease)
+        made.cache.clear()
+        assert len(made.cache) == 0
+        await made.drain()
+
+    virtual(scenario())
+
+
+def held_chain(made, prefix, tenant):
+    return made.chain(replace(request([1], [5], tenant=tenant), prefix=prefix))
+
+
+def test_a_held_prefix_is_its_tenants_and_has_its_class_and_deadline():
+    async def scenario():
+        made, _ = timed(1.0, pages=8)
+        prefix = request(range(1, 9), [5]).prefix
+        ahead = [asyncio.create_task(made.submit(request([50 + n], [2] * 60))) for n in range(3)]
+        await asyncio.sleep(0.1)
+        held = await made.hold(prefix, Asked("a", 1))
+        assert not ahead[1].done(), "a higher class"
+        assert made.cache.hit(held_chain(made, prefix, "b")) == 0
+        made.cache.release(held.lease)
+        made.cache.clear()
+        with pytest.raises(Expired):
+            await made.hold(prefix, Asked("a", 1), made._clock() + 0.5)
+        await asyncio.gather(*ahead)
+        await made.drain()
+
+    virtual(scenario())
+
+
+def test_where_the_pages_are_in_use_it_is_not_held():
+    async def scenario():
+        made, times = timed(0.1, pages=2)
+        first = await made.hold(request(range(1, 9), [5]).prefix, Asked())
+        before = len(times.learned)
+        with pytest.raises(QueueFull, match=r"^the pages for a prefix of 6 tokens are in use$"):
+            await made.hold(request(range(20, 26), [5]).prefix, Asked())
+        assert len(times.learned) == before + HOLD_TRIES
+        made.cache.release(first.lease)
+        held = await made.hold(request(range(20, 26), [5]).prefix, Asked())
+        assert (held.cached, held.lease.written) == (0, 6)
+        made.cache.release(held.lease)
+        assert all(block.users == 0 for block in made.cache._blocks.values())
+        await made.drain()
+
+    virtual(scenario())
