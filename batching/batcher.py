@@ -390,10 +390,10 @@ class Batcher:
         if not job.done.done():
             job.done.set_exception(error)
 
-    def _count(self, job: Job, running: Work | None = None) -> None:
+    def _count(self, job: Job) -> None:
         """Counts again what is to be done for a request: the cache and other requests change it."""
         job.ticket.work = job.work(self._composer.cached(job))
-        self._scheduler.estimate(job.ticket, running)
+        self._scheduler.estimate(job.ticket)
 
     def _compose(self) -> Sequence[Part]:
         """The next pass: whose turn comes first, as much as its budget holds."""

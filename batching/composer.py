@@ -70,9 +70,8 @@ class Composer:
 
     def _part(self, job: Job, budget: Budget, now: float) -> Part | None:
         prefix = len(job.request.prefix)
-        items = list(islice(job.open_items(), max(budget.items, 1)))
-        fresh = prefix if job.naive else prefix - self.cached(job)
-        count = budget.take(fresh, [job.lengths[item] for item in items], job.naive)
+        items = list(islice(job.open_items(), budget.items))
+        count = budget.take(prefix - self.cached(job), [job.lengths[item] for item in items], job.naive)
         if not count:
             return None
         for item in items[:count]:

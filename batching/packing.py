@@ -67,9 +67,9 @@ def pack(groups: Sequence[Group], page_size: int | None = None) -> PackedBatch:
         if Strategy.NAIVE in group.strategies:
             for item, strategy in zip(group.items, group.strategies, strict=True):
                 single = replace(group, items=(item,), strategies=(strategy,))
-                rows.items(number, single, rows.prefix(group.request.prefix, 0, None))
+                rows.items(number, single, rows.prefix(group.request.prefix))
         elif group.pages is None or not len(group.pages):
-            rows.items(number, group, rows.prefix(group.request.prefix, 0, None))
+            rows.items(number, group, rows.prefix(group.request.prefix))
         else:
             kept.setdefault(int(group.pages[0]), []).append(number)
     for sharing in kept.values():
@@ -125,11 +125,11 @@ class _Rows:
         self._shares: list[Share] = []
         self._strategies: list[Strategy] = []
 
-    def prefix(self, ids: Ints, cached: int, pages: Ints | None) -> int:
-        """Adds a prefix and returns its segment, -1 where there is none."""
+    def prefix(self, ids: Ints) -> int:
+        """Adds a prefix that no page keeps and returns its segment, -1 where there is none."""
         if not len(ids):
             return -1
-        self._segment(-1, ids, cached, pages)
+        self._segment(-1, ids, 0, None)
         return len(self._parent) - 1
 
     def kept(self, group: Group, first: int, last: int, page_size: int | None, parent: int) -> int:

@@ -49,6 +49,6 @@ class FairShares:
     def _forget(self, now: float) -> None:
         if now <= self._updated:
             return
-        kept = math.exp(-(now - self._updated) / MEMORY_SECONDS) if math.isfinite(self._updated) else 0.0
+        kept = math.exp(-(now - self._updated) / MEMORY_SECONDS)
         self._updated = now
         self._demand = {name: left for name, demand in self._demand.items() if (left := demand * kept) > FORGOTTEN / 10}

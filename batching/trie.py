@@ -50,7 +50,7 @@ class Trie:
             new, place = np.unique(_key(node[level], flat[begin[level] + depth]), return_inverse=True)
             edges.append(new)
             node[level] = nodes + place
-            ends.append(np.bincount(place, weights=length[level] == depth + 1, minlength=len(new)) > 0)
+            ends.append(np.bincount(place, weights=length[level] == depth + 1) > 0)
             nodes += len(new)
         every = np.concatenate(edges)
         return cls(indptr(np.bincount(every >> 32, minlength=nodes).astype(np.int32)), every, np.concatenate(ends))

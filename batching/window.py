@@ -32,9 +32,9 @@ class Window:
     def ran(self, began: float, ended: float) -> None:
         """A pass ran."""
         span = ended - self._ended if math.isfinite(self._ended) else ended - began
-        kept = math.exp(-max(span, 0.0) / MEMORY_SECONDS)
-        part = min(1.0, (ended - began) / span) if span > 0 else 1.0
-        self._busy = self._busy * kept + part * (1 - kept)
+        if span > 0:
+            kept = math.exp(-span / MEMORY_SECONDS)
+            self._busy = self._busy * kept + min(1.0, (ended - began) / span) * (1 - kept)
         self._ended = ended
 
     def seconds(self, queued_tokens: int, pass_tokens: int, slack: float, now: float) -> float:
@@ -42,7 +42,7 @@ class Window:
         gap = max(self._gap, now - self._last)
         if queued_tokens >= pass_tokens or self._busy < BUSY or 2 * gap > self._most:
             return 0.0
-        return max(0.0, min(2 * gap, self._most, slack))
+        return max(0.0, min(2 * gap, slack))
 
 
 class Turns:
