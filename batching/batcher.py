@@ -299,8 +299,10 @@ class Batcher:
         self._jobs.pop(job.ticket, None)
         if not any(part.job is job for part in self._running):
             self._composer.drop(job)
-        for heir in self._in_flight.leave(job):
-            self._count(heir)
+        if heirs := self._in_flight.leave(job):
+            computing = self._computing()
+            for heir in heirs:
+                self._count(heir, computing.get(heir))
 
     async def drain(self) -> None:
         """Accepts nothing more and returns when everything accepted is answered and no pass runs."""
@@ -390,21 +392,30 @@ class Batcher:
         if not job.done.done():
             job.done.set_exception(error)
 
-    def _count(self, job: Job) -> None:
+    def _count(self, job: Job, computing: Work | None = None) -> None:
         """Counts again what is to be done for a request: the cache and other requests change it."""
         job.ticket.work = job.work(self._composer.cached(job))
-        self._scheduler.estimate(job.ticket)
+        self._scheduler.estimate(job.ticket, computing)
+
+    def _computing(self) -> dict[Job, Work]:
+        """What the device computes of requests at the moment, beside what counts as cached."""
+        works: dict[Job, Work] = {}
+        for part in self._running:
+            job, lengths = part.job, [part.job.lengths[item] for item in part.group.items]
+            work = Work.of(len(job.request.prefix), self._composer.cached(job), lengths, job.naive)
+            works[job] = works.get(job, Work()) + work
+        return works
 
     def _compose(self) -> Sequence[Part]:
         """The next pass: whose turn comes first, as much as its budget holds."""
-        now = self._clock()
+        now, computing = self._clock(), self._computing()
         for ticket in islice(self._scheduler.order(self._jobs, now), ESTIMATED):
-            self._count(self._jobs[ticket])
+            self._count(self._jobs[ticket], computing.get(self._jobs[ticket]))
         order = (self._jobs[ticket] for ticket in self._scheduler.order(self._jobs, now))
         writing = [part.job for part in self._running if not part.job.prefix_written]
         parts = self._composer.compose((job for job in order if not any(job is other for other in writing)), now)
         for part in parts:
-            self._scheduler.estimate(part.job.ticket, part.work)
+            self._scheduler.estimate(part.job.ticket, part.work + computing.get(part.job, Work()))
         return parts
 
     async def _one_pass(self, parts: Sequence[Part]) -> None:

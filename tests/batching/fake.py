@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 
 from attention.plans import Strategy
-from batching.batcher import Batcher, BatcherLimits
+from batching.batcher import Batcher, BatcherLimits, Scheduling
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
 from batching.select import Threshold
@@ -122,3 +122,34 @@ def assert_right(asked, answer, strategies=tuple(Strategy)):
     for i, scored in enumerate(answer.scored):
         assert scored.logits[0].tolist() == expected(asked, i)
         assert scored.strategy in strategies
+
+
+class PerToken:
+    """A millisecond a token is predicted."""
+
+    margin, known = 1.0, True
+
+    def __init__(self):
+        self.learned = []
+
+    def share(self, work, pass_tokens):
+        return work.tokens / 1000
+
+    def learn(self, work, seconds):
+        self.learned.append((work.tokens, seconds))
+
+
+def timed(seconds, device=None, scheduling=None, **kwargs):
+    """A batcher by the loop's clock, over a device that takes so long for a pass."""
+    made = batcher(
+        device or TimedDevice(seconds),
+        scheduling=scheduling or Scheduling(pass_time=PerToken()),
+        clock=asyncio.get_running_loop().time,
+        **kwargs,
+    )
+    made.observer = Counting()
+    return made
+
+
+def submitted(made, asked, deadline=None):
+    return asyncio.create_task(made.submit(asked, deadline))

@@ -304,3 +304,11 @@ def test_who_asks_for_less_than_its_share_gets_it_first_whatever_it_weighs():
     assert shares.share("greedy", 0.0) == pytest.approx(0.55)
     assert shares.share("light", 0.0) == pytest.approx(0.55 * 0.5 / 1.5)
     assert shares.share("heavy", 0.0) == pytest.approx(0.95 * 4 / 5)
+
+
+def test_who_asks_for_least_of_its_weight_gets_it_first():
+    """Weights 4, 1, 1 and half of the device for the first: the second wants more than half of the rest."""
+    shares = FairShares({"heavy": 4.0})
+    shares.asked("heavy", 0.5 * MEMORY_SECONDS, 0.0)
+    shares.asked("greedy", 0.3 * MEMORY_SECONDS, 0.0)
+    assert shares.share("mine", 0.0) == pytest.approx(0.25)

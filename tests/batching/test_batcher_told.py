@@ -6,42 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from batching.batcher import HOLD_TRIES, Scheduling
+from batching.batcher import HOLD_TRIES
 from batching.errors import CannotFinish, Closed, DeviceFailed, DeviceGone, Expired, QueueFull
 from batching.job import Job
 from batching.scheduler import Asked, Ticket
 from batching.select import Choice, Strategy
 from batching.tiering import Rates
 from loadtest.virtual_time import run as virtual
-from tests.batching.fake import Counting, FakeDevice, TimedDevice, batcher, request
-
-
-class PerToken:
-    """A device of a millisecond a token, as it is predicted."""
-
-    margin, known = 1.0, True
-
-    def __init__(self):
-        self.learned = []
-
-    def share(self, work, pass_tokens):
-        return work.tokens / 1000
-
-    def learn(self, work, seconds):
-        self.learned.append((work.tokens, seconds))
-
-
-def timed(seconds, **kwargs):
-    times = PerToken()
-    made = batcher(TimedDevice(seconds), scheduling=Scheduling(pass_time=times), **kwargs)
-    made._clock = asyncio.get_running_loop().time
-    made.observer = Counting()
-    return made, times
+from tests.batching.fake import FakeDevice, batcher, request, timed
 
 
 def test_bytes_that_could_not_be_in_time_are_refused_and_counted():
     async def scenario():
-        made, _ = timed(1.0)
+        made = timed(1.0)
         made.learn_size(10, 20)
         first = asyncio.create_task(made.submit(request([1], [2] * 40), 10.0))
         await asyncio.sleep(0.1)
@@ -63,7 +40,7 @@ def test_bytes_that_could_not_be_in_time_are_refused_and_counted():
 
 def test_a_class_of_bytes_stands_before_the_classes_below_it():
     async def scenario():
-        made, _ = timed(1.0, pass_tokens=64)
+        made = timed(1.0, pass_tokens=64)
         made.learn_size(1, 1)
         low = [asyncio.create_task(made.submit(request([n], [2] * 60, priority=-1))) for n in range(20)]
         await asyncio.sleep(0.1)
@@ -78,10 +55,10 @@ def test_a_class_of_bytes_stands_before_the_classes_below_it():
 
 def test_the_observer_hears_of_each_pass():
     async def scenario():
-        made, times = timed(0.25, pass_tokens=40)
+        made = timed(0.25, pass_tokens=40)
         await asyncio.gather(made.submit(request([1, 2], [3] * 10)), made.submit(request([4, 5], [6] * 6)))
         assert made.observer.fills == [(20, 0.5, 2)]
-        assert times.learned == [(20, pytest.approx(0.25))]
+        assert made._scheduler.pass_time.learned == [(20, pytest.approx(0.25))]
         await made.submit(request([1, 2], [7] * 8))
         assert made.observer.fills[1:] == [(8, 0.2, 1)]
         await made.drain()
@@ -91,7 +68,7 @@ def test_the_observer_hears_of_each_pass():
 
 def test_an_answer_tells_its_times():
     async def scenario():
-        made, _ = timed(0.25, pass_tokens=16)
+        made = timed(0.25, pass_tokens=16)
         answer = await made.submit(request([1, 2], *[[n] * 7 for n in range(5)]))
         assert answer.passes == 3
         assert answer.forward_seconds == pytest.approx(3 * 0.01)
@@ -114,7 +91,7 @@ def test_what_is_neither_planned_nor_computed_is_waiting(now, queue):
 
 def test_who_goes_away_is_told_from_who_came_too_late():
     async def scenario():
-        made, _ = timed(1.0)
+        made = timed(1.0)
         went, late, neither = (
             asyncio.create_task(made.submit(request([n], [9]), d)) for n, d in ((1, 8.0), (2, 0.3), (3, None))
         )
@@ -164,7 +141,7 @@ def test_who_waits_when_the_device_goes_is_told():
 
 def test_a_warmed_prefix_has_its_callers_deadline():
     async def scenario():
-        made, _ = timed(1.0)
+        made = timed(1.0)
         with pytest.raises(Expired):
             await made.warm(request([1, 2, 3, 4], [5]).prefix, "", 60.0, deadline=0.5)
         warmed = await made.warm(request([1, 2, 3, 4], [5]).prefix, "", 60.0, deadline=10.0)
@@ -189,7 +166,7 @@ def test_what_reads_ahead_is_made_of_the_batchers_own_parts():
 
 def test_a_held_prefix_is_computed_once_and_stays():
     async def scenario():
-        made, _ = timed(0.1, pages=4)
+        made = timed(0.1, pages=4)
         prefix = request(range(1, 11), [5]).prefix
         held = await made.hold(prefix, Asked("a", 1))
         assert (held.cached, held.lease.written, held.scores.computed_tokens) == (0, 10, 11)
@@ -214,7 +191,7 @@ def held_chain(made, prefix, tenant):
 
 def test_a_held_prefix_is_its_tenants_and_has_its_class_and_deadline():
     async def scenario():
-        made, _ = timed(1.0, pages=8)
+        made = timed(1.0, pages=8)
         prefix = request(range(1, 9), [5]).prefix
         ahead = [asyncio.create_task(made.submit(request([50 + n], [2] * 60))) for n in range(3)]
         await asyncio.sleep(0.1)
@@ -233,12 +210,12 @@ def test_a_held_prefix_is_its_tenants_and_has_its_class_and_deadline():
 
 def test_where_the_pages_are_in_use_it_is_not_held():
     async def scenario():
-        made, times = timed(0.1, pages=2)
+        made = timed(0.1, pages=2)
         first = await made.hold(request(range(1, 9), [5]).prefix, Asked())
-        before = len(times.learned)
+        before = len(made._scheduler.pass_time.learned)
         with pytest.raises(QueueFull, match=r"^the pages for a prefix of 6 tokens are in use$"):
             await made.hold(request(range(20, 26), [5]).prefix, Asked())
-        assert len(times.learned) == before + HOLD_TRIES
+        assert len(made._scheduler.pass_time.learned) == before + HOLD_TRIES
         made.cache.release(first.lease)
         held = await made.hold(request(range(20, 26), [5]).prefix, Asked())
         assert (held.cached, held.lease.written) == (0, 6)

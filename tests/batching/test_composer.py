@@ -129,9 +129,9 @@ def test_who_would_be_late_through_a_job_does_not_meet_it():
     """A token takes 1.5 ms to be reckoned with: 20 tokens are done after 30 ms, 20 more after 60."""
     for deadline, together in ((0.059, False), (0.0631, True), (None, True), (0.01, True)):
         made = composer()
-        first = joined(made, request([1] * 10, [2] * 10), deadline=deadline)
+        first = joined(made, request([1] * 10, [2] * 10), deadline=None if deadline is None else 7.0 + deadline)
         other, small = joined(made, request([3] * 10, [4] * 10)), joined(made, request([5], [6]))
-        parts = made.compose([first, other, small], 0.0)
+        parts = made.compose([first, other, small], 7.0)
         wanted = [first, other, small] if together else [first, small]
         assert [part.job for part in parts] == wanted, deadline
 
@@ -221,6 +221,29 @@ def test_what_is_cached_and_packed_reaches_the_pass():
     bare = joined(made, request([], [52]))
     (part,) = made.compose([bare], 0.0)
     assert (part.group.pages, part.group.cached, bare.lease) == (None, 0, None)
+    assert part.work == Work.of(0, 0, (1,))
+
+
+def test_a_job_that_has_all_its_pages_keeps_them_from_pass_to_pass():
+    made = composer(pass_items=1)
+    one = joined(made, request(range(6), [50], [51]))
+    made.finish(made.compose([one], 0.0))
+    lease = one.lease
+    one.left.pop(0)
+    made.finish(made.compose([one], 0.0))
+    assert one.lease is lease
+    assert (made.cache.counts.hit_tokens, made.cache.counts.missed_tokens) == (0, 6)
+
+
+def test_what_an_unsound_pass_wrote_is_found_by_nobody_though_someone_else_holds_it():
+    made = composer()
+    one = joined(made, request(range(6), [50]))
+    parts = made.compose([one], 0.0)
+    held = made.cache.held(one.chain)
+    made.finish(parts, sound=False)
+    assert made.cache.hit(one.chain) == 0
+    made.cache.release(held)
+    assert made.cache.pool.free == made.cache.pool.pages
 
 
 def test_an_unsound_pass_keeps_nothing_and_a_lease_that_was_written_before():

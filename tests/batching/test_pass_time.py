@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batching.pass_time import KNOWN_PASSES, MOST_MARGIN, FittedPassTime, Work
+from batching.pass_time import KNOWN_PASSES, MOST_MARGIN, PRIOR_WEIGHT, REMEMBERED, FittedPassTime, Work
 from batching.window import MAX_SECONDS, Window
 
 
@@ -179,3 +179,46 @@ def test_the_margin_is_that_of_nine_passes_in_ten():
     assert made.margin == pytest.approx(1.8)
     made.learn(Work(1, 0.0), 1.0)
     assert len(made._passes) == KNOWN_PASSES + 11, "one token is a pass, too"
+
+
+def test_one_pass_scales_the_first_belief():
+    """The belief's shape stays where nothing speaks against it: what it measured is exact, all else in proportion."""
+    belief, made = FittedPassTime(rate=500.0), FittedPassTime(rate=500.0)
+    made.learn(Work(100, 3000.0), 4 * belief.seconds(Work(100, 3000.0)))
+    for work in (Work(100, 3000.0), Work(7, 90_000.0), Work(5000, 10.0)):
+        assert made.seconds(work) == pytest.approx(4 * belief.seconds(work))
+
+
+def test_a_few_passes_weigh_against_the_belief_by_relative_errors():
+    """Least squares written out: a row for each pass, and one for each coefficient of the belief."""
+    passes, rate = [(100, 9e4, 0.12), (900, 4e5, 0.5), (50, 2e6, 0.3)], 1000.0
+    made = FittedPassTime(rate)
+    for tokens, pairs, seconds in passes:
+        made.learn(Work(tokens, pairs), seconds)
+    rows = np.array([[1 / s, t / s, p / s] for t, p, s in passes])
+    belief = np.array([1e-3, 1 / rate, 1e-5 / rate])
+    belief *= 0.3 / (belief @ [1, 50, 2e6])
+    weight = np.sqrt(PRIOR_WEIGHT) * np.diag(rows.max(axis=0))
+    expected = np.linalg.lstsq(np.vstack([rows, weight]), np.concatenate([np.ones(3), weight @ belief]), rcond=None)[0]
+    assert (expected > 0).all()
+    for work in (Work(1, 0.0), Work(300, 5e4), Work(10, 1e7)):
+        assert made.seconds(work) == pytest.approx(float(expected @ [1, work.tokens, work.pairs]))
+
+
+def test_what_computed_nothing_tells_nothing():
+    made = FittedPassTime()
+    made.learn(Work(100, 1000.0), 0.01)
+    before = made.seconds(Work(100, 1000.0))
+    made.learn(Work(0, 0.0), 5.0)
+    made.learn(Work(100, 1000.0), 0.0)
+    assert made.seconds(Work(100, 1000.0)) == before
+
+
+def test_old_surprises_are_forgotten():
+    made = FittedPassTime()
+    for n in range(REMEMBERED):
+        made.learn(Work(1000, 0.0), 0.018 if n % 2 else 0.01)
+    assert made.margin > 1.2
+    for _ in range(2 * REMEMBERED):
+        made.learn(Work(1000, 0.0), 0.01)
+    assert made.margin < 1.05

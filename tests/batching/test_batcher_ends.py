@@ -1,0 +1,214 @@
+"""How requests of the batcher end: over tiers, with heirs, at deadlines, by faults, in a drain."""
+
+import asyncio
+
+import pytest
+
+from batching.batcher import FAILURES_IN_A_ROW
+from batching.errors import Closed, DeviceFailed, Expired, QueueFull
+from batching.select import Strategy
+from batching.tiering import WISHES, Found, Rates
+from loadtest.virtual_time import run
+from tests.batching.fake import (
+    PAGE,
+    Counting,
+    FakeDevice,
+    TimedDevice,
+    assert_right,
+    batcher,
+    request,
+    submitted,
+    timed,
+)
+
+# --- over tiers
+
+
+class Shelf:
+    """A tier of what the device has in its pages; a millisecond for each look."""
+
+    names = ("shelf",)
+
+    def __init__(self, device):
+        self.device, self.kept, self.reads = device, {}, 0
+
+    def found(self, keys):
+        count = next((n for n, key in enumerate(keys) if key not in self.kept), len(keys))
+        return [Found("shelf", count, count * 100)] if count else []
+
+    async def read(self, found, keys):
+        self.reads += 1
+        await asyncio.sleep(0.001)
+        return [self.kept[key] for key in keys]
+
+    async def fill(self, pages, contents):
+        for page, content in zip(pages.tolist(), contents, strict=True):
+            self.device.slots.update({page * PAGE + i: token for i, token in enumerate(content)})
+        return 0.0
+
+    async def store(self, keys, pages):
+        for key, page in zip(keys, pages.tolist(), strict=True):
+            self.kept[key] = [self.device.slots.get(page * PAGE + i, 0) for i in range(PAGE)]
+
+    def close(self):
+        pass
+
+
+def test_what_was_wanted_again_is_copied_down_and_brought_back_before_its_pass():
+    async def scenario():
+        device = TimedDevice(0.1)
+        shelf = Shelf(device)
+        made = timed(0, device, tiers=(shelf, Rates({"shelf": (1e-4, 1e9)})), pages=8)
+        for n in range(WISHES):
+            assert not shelf.kept
+            await made.submit(request(range(1, 9), [20 + n]))
+        await made.ahead.settle()
+        assert len(shelf.kept) == 2
+        made.cache.clear()
+        device.slots.clear()
+        asked = [request(range(1, 9), [30], [31, 32]), request(range(1, 9), [40])]
+        began = made._clock()
+        waiting = [submitted(made, one) for one in asked]
+        naive = request(range(1, 9), [50], strategy=Strategy.NAIVE)
+        waiting.append(submitted(made, naive))
+        answers = await asyncio.gather(*waiting)
+        for one, answer in zip([*asked, naive], answers, strict=True):
+            assert_right(one, answer)
+        assert [answer.computed_tokens for answer in answers] == [3, 1, 9]
+        assert [answer.cached_prefix_tokens for answer in answers] == [8, 8, 0]
+        assert shelf.reads == 1, "once for both, and never for one that keeps no page"
+        assert made._clock() - began == pytest.approx(0.2), "the naive one first, and then those that were fetched"
+        await made.drain()
+
+    run(scenario())
+
+
+def test_whoever_waits_for_a_fetch_alone_is_woken_by_it():
+    async def scenario():
+        device = TimedDevice(0.1)
+        shelf = Shelf(device)
+        made = timed(0, device, tiers=(shelf, Rates({"shelf": (1e-4, 1e9)})), pages=8)
+        for n in range(WISHES):
+            await made.submit(request(range(1, 9), [20 + n]))
+        await made.ahead.settle()
+        made.cache.clear()
+        began = made._clock()
+        answer = await made.submit(request(range(1, 9), [30]))
+        assert (answer.computed_tokens, made._clock() - began) == (1, pytest.approx(0.101))
+        await made.drain()
+
+    run(scenario())
+
+
+# --- ends
+
+
+def test_heirs_are_counted_with_what_they_inherit():
+    async def scenario():
+        made = timed(1.0, pass_tokens=16)
+        running = submitted(made, request([1], [2] * 12))
+        await asyncio.sleep(0.1)
+        first = submitted(made, request([5], [6] * 9))
+        await asyncio.sleep(0)
+        second = submitted(made, request([5], [6] * 9, [7] * 3))
+        await asyncio.sleep(0)
+        assert made.queued_tokens == 13 + 10 + 4
+        first.cancel()
+        await asyncio.sleep(0)
+        assert made.queued_tokens == 13 + 13
+        await asyncio.gather(running, second)
+        await made.drain()
+
+    run(scenario())
+
+
+def test_what_expired_by_the_clock_is_ended_before_the_next_pass():
+    """The clock says so before the loop's timer does: a part for who takes one, an error for who does not."""
+
+    async def scenario():
+        now, device = [0.0], FakeDevice()
+        made = batcher(device, pass_tokens=8, clock=lambda: now[0])
+        made.observer = Counting()
+        device.gate.clear()
+        running = submitted(made, request([1], [2] * 7))
+        await asyncio.sleep(0)
+        part = submitted(made, request([3], [4], [5], partial_ok=True), 5.0)
+        whole = submitted(made, request([6], [7]), 5.0)
+        other = submitted(made, request([8], [9]), 5.001)
+        await asyncio.sleep(0)
+        now[0] = 5.0
+        device.gate.set()
+        assert (await part).scored == (None, None)
+        with pytest.raises(Expired, match=r"^the deadline came before this request's scores$"):
+            await whole
+        assert (await other).passes == 1
+        await running
+        assert made.observer.counts == {"missed": 2}
+        assert made.queued_tokens == 0
+        await made.drain()
+
+    run(scenario())
+
+
+def test_only_failures_in_a_row_end_the_service():
+    async def scenario():
+        device = FakeDevice()
+        made = batcher(device)
+        for _ in range(3):
+            device.failures = [RuntimeError("no")] * (FAILURES_IN_A_ROW - 1)
+            for _ in range(FAILURES_IN_A_ROW - 1):
+                with pytest.raises(DeviceFailed):
+                    await made.submit(request([1], [2]))
+            await made.submit(request([1], [2]))
+        device.failures = [RuntimeError("no")] * FAILURES_IN_A_ROW
+        for _ in range(FAILURES_IN_A_ROW):
+            with pytest.raises(DeviceFailed):
+                await made.submit(request([1], [2]))
+        assert await made.failed() == f"{FAILURES_IN_A_ROW} passes in a row failed"
+
+    run(scenario())
+
+
+def test_a_fault_behind_a_pass_is_the_batchers_own():
+    async def scenario():
+        made = batcher(FakeDevice())
+
+        class Broken(Counting):
+            def ran(self, tokens, fill, requests):
+                raise KeyError("a metric")
+
+        made.observer = Broken()
+        with pytest.raises(Closed, match=r"^the device is gone$"):
+            await made.submit(request([1], [2]))
+        assert await made.failed() == "the batcher itself failed: KeyError('a metric')"
+
+    run(scenario())
+
+
+def test_a_drained_batcher_leaves_nothing_running():
+    async def scenario():
+        made = timed(1.0, pass_tokens=8)
+        waiting = [submitted(made, request([n], [5] * 6)) for n in range(2)]
+        await asyncio.sleep(0.1)
+        await made.drain()
+        assert made._clock() == pytest.approx(2.0, abs=0.02)
+        assert all(task.done() for task in waiting)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert [len(answer.scored) for answer in await asyncio.gather(*waiting)] == [1, 1]
+
+    run(scenario())
+
+
+def test_refusals_are_counted_by_their_reason():
+    async def scenario():
+        made = timed(1.0, queue_tokens=10)
+        running = submitted(made, request([1], [2] * 5))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await made.submit(request([1], [3] * 9))
+        assert made.observer.counts == {"queue_full": 1}
+        await running
+        await made.drain()
+
+    run(scenario())
