@@ -119,6 +119,89 @@ def test_a_beam_that_cannot_be_is_not():
     assert not state.finished
 
 
+def searched(options, model, allowed=None):
+    """The same search with lists of tuples, a beam at a time. Returns what is finished, and the steps."""
+    running, finished, steps = [((), (), np.float32(0))], [], 0
+    width, eos = options.num_beams, options.eos_ids
+    begins = None if allowed is None else {s[:n] for s in allowed for n in range(1, len(s) + 1)}
+    while True:
+        steps += 1
+        found = [
+            ((*tokens, token), (*logs, float(log)), np.float32(score + log))
+            for tokens, logs, score in running
+            for token, log in enumerate(model(tokens))
+            if begins is None or (*tokens, token) in begins or (token in eos and tokens in allowed)
+        ]
+        found = sorted(found, key=lambda each: -each[2])[: max(2, 1 + len(eos)) * width]
+        goes_on = []
+        for place, (tokens, logs, score) in enumerate(found):
+            if tokens[-1] in eos:
+                why = Ended.EOS
+            elif steps == options.max_new_tokens:
+                why = Ended.LENGTH
+            elif begins is not None and not eos and not any(b[:-1] == tokens for b in begins):
+                why = Ended.CONSTRAINT
+            elif len(goes_on) < width:
+                goes_on.append((tokens, logs, score))
+                continue
+            else:
+                continue
+            if place < width:
+                finished.append((tokens, logs, float(score / np.float32(steps**options.length_penalty)), why))
+        finished = sorted(finished, key=lambda each: -each[2])[:width]
+        running = goes_on
+        if not running or over(options, running[0][2], steps, [score for _, _, score, _ in finished]):
+            return finished, steps
+
+
+def over(options, best, length, finished):
+    """Whether a search with such scores of finished sequences, best first, ends."""
+    if len(finished) < options.num_beams:
+        return False
+    if options.early_stopping is EarlyStopping.FULL:
+        return True
+    if options.early_stopping is EarlyStopping.NEVER and options.length_penalty > 0:
+        length = options.max_new_tokens
+    return not best / np.float32(length**options.length_penalty) > np.float32(finished[-1])
+
+
+@st.composite
+def searches(draw):
+    options = BeamOptions(
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 7)),
+        draw(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.5])),
+        draw(st.sampled_from(EarlyStopping)),
+        draw(st.sampled_from([(), (EOS,), (EOS, 2)])),
+    )
+    allowed = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5).map(tuple), min_size=1, max_size=12)
+    return (
+        options,
+        table(7, draw(st.integers(0, 2**31)), draw(st.sampled_from([0.3, 1.0, 4.0]))),
+        draw(st.one_of(st.none(), allowed.map(set))),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(searches(), st.integers(0, 2**31))
+def test_a_search_is_what_it_is_with_lists_of_tuples(search, seed):
+    options, model, allowed = search
+    state, steps = run(options, model, None if allowed is None else Trie.of(sorted(allowed)))
+    finished, taken = searched(options, model, allowed)
+    assert steps == taken
+    assert [(h.tokens, h.log_probs, h.score, h.ended) for h in state.finished] == finished
+    for kept, dtype in ((state.scores, np.float32), (state.tokens, np.int32), (state.log_probs, np.float32)):
+        assert kept.dtype == dtype, "what the device takes"
+
+
+def test_a_search_that_ended_takes_no_step():
+    state = BeamState(BeamOptions(1, 1))
+    given_once = Candidates(np.zeros(1, np.float32), np.zeros(1, np.int32), np.ones(1, np.int32))
+    state.advance(given_once)
+    with pytest.raises(AssertionError, match=r"^a search that ended takes no step$"):
+        state.advance(given_once)
+
+
 ALLOWED = [(1, 2, 3), (1, 2), (1, 4, 4, 4), (5,), (2, 2, 2)]
 
 
@@ -168,11 +251,13 @@ def test_a_trie_holds_its_sequences(given_sequences):
     wanted = {(p[:-1], p[-1]) for p in prefixes if p} | {(s, 9) for s in given_sequences}
     assert got == wanted
     assert len(found.beams) == len(wanted)
+    assert (found.beams.dtype, found.tokens.dtype) == (np.int32, np.int32)
+    assert (trie.children.dtype, trie.edges.dtype, trie.terminal.dtype) == (np.int32, np.int64, np.bool_)
 
 
 @pytest.mark.parametrize("bad", [[], [(1,), ()]])
 def test_a_trie_of_nothing_is_refused(bad):
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match=r"^a constraint has at least one sequence, and each at least one token$"):
         Trie.of(bad)
 
 
@@ -181,6 +266,7 @@ def test_a_trie_of_nothing_is_refused(bad):
 def test_forking_follows_every_beams_own_tokens(width, seeds):
     """Against the plain way: each beam carries a list of what its tokens are, copied whenever it forks."""
     ancestry, held = Ancestry(width), {0: ("prompt",)}
+    assert ancestry.slots.tolist() == [[0]]
     paths = [("prompt",)]
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -192,3 +278,6 @@ def test_forking_follows_every_beams_own_tokens(width, seeds):
             held[slot] = path
         assert [[held[s][-1] for s in row] for row in ancestry.slots.tolist()] == [list(path) for path in paths]
     assert max(held) < 1 + width * len(seeds)
+    assert ancestry.slots.dtype == np.int32, "kernels read it"
+    with pytest.raises(AssertionError, match=r"^a step has at most `width` beams$"):
+        ancestry.fork(np.zeros(width + 1, np.int32))
