@@ -148,7 +148,7 @@ class Scheduler:
             told = f"{waiting} tokens wait and this request has {new.work.tokens}: the limit is {limit}"
             raise QueueFull(told, self._drain(queue))
         mine = sum(ticket.work.tokens for ticket in queue if ticket.tenant == new.tenant)
-        if share < 1 and mine and mine + new.work.tokens > share * limit:
+        if mine and mine + new.work.tokens > share * limit:
             told = f"{mine} tokens of this tenant wait: its share of {limit} is {share:.0%} while others ask too"
             raise OverShare(told, self._drain(queue) * share)
 

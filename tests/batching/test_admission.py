@@ -11,8 +11,10 @@ from batching.pass_time import Work
 from batching.scheduler import (
     CLASS_RESERVE,
     OPTIMISM,
+    PATIENCE,
     PROMISE_RESERVE,
     SHARE_FILL,
+    STRETCH,
     Scheduler,
     SchedulerLimits,
     Ticket,
@@ -312,3 +314,39 @@ def test_who_asks_for_least_of_its_weight_gets_it_first():
     shares.asked("heavy", 0.5 * MEMORY_SECONDS, 0.0)
     shares.asked("greedy", 0.3 * MEMORY_SECONDS, 0.0)
     assert shares.share("mine", 0.0) == pytest.approx(0.25)
+
+
+# --- when a request is due
+
+
+def test_who_has_half_of_the_device_is_due_in_twice_the_time_and_one_after_the_other():
+    made = shared(now=10.0)
+    for place in range(3):
+        asked = ticket(100, tenant="a", submitted=10.0)
+        made.admit(asked, [], 10.0, 10.0)
+        assert asked.due == pytest.approx(10.0 + place * 0.1 / 0.5 + STRETCH * 0.1 / 0.5 + PATIENCE)
+
+
+def test_with_its_deadline_just_in_reach_it_is_not_beyond_hope():
+    one = ticket(1, deadline=7.0)
+    one.seconds = 2.0
+    assert not one.hopeless(5.0)
+    assert one.hopeless(5.0 + 1e-9)
+
+
+def test_the_longer_the_deadline_the_more_of_a_share_there_is():
+    room = 0.5 * SHARE_FILL * (1 - CLASS_RESERVE[0]) * 4.0
+    made = shared()
+    queue = waiting(made, ticket(100, 9.0, "a"))
+    with pytest.raises(OverShare):
+        made.admit(ticket(int(1000 * room) - 99, 4.0, "a"), queue, 0.0, 0.0)
+    made.admit(ticket(int(1000 * room) - 101, 4.0, "a"), queue, 0.0, 0.0)
+
+
+def test_one_that_is_late_anyway_and_stands_before_the_new_one_refuses_nobody():
+    """It would have been in time a while ago, and ends after its deadline whether the new one comes or not."""
+    made = scheduler()
+    late = ticket(400, 0.45, partial=True, priority=1)
+    made.admit(late, [], 0.0, 0.0)
+    late.partial = False
+    made.admit(ticket(10, 9.0), [late], 0.0, 0.0)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attention.cost import PACKED_ROWS
 from attention.plans import Strategy
 from batching.packing import Group, alone, fold, pack, unpack
 from batching.page_pool import PagePool
@@ -73,6 +74,11 @@ def test_unpack_inverts_pack(given_groups):
             np.testing.assert_array_equal(got.logits, want.reshape(got.logits.shape))
             assert got.strategy is strategy
             assert (got.lse is not None) == (group.request.normalize and len(one.read_offsets) > 0)
+    assert batch.leaf_strategies == tuple(share.strategy for share in batch.shares)
+    layout = batch.layout
+    read = (layout.parent, layout.length, layout.cached, batch.input_ids, batch.read_indptr, batch.read_ids)
+    assert {part.dtype for part in read} == {np.dtype(np.int32)}, "what kernels read"
+    assert batch.normalize.dtype == np.bool_
 
 
 @given(given_groups=st.lists(groups(), min_size=1, max_size=4))
@@ -202,3 +208,48 @@ def test_shared_pages_need_the_page_size():
     other = Group(request([1, 2, 3, 4, 9], [6]), (0,), (Strategy.DIRECT_RAGGED,), 4, np.array([0, 2], np.int32))
     with pytest.raises(AssertionError, match="shared pages need the page size"):
         pack([group, other])
+
+
+def test_what_several_pages_keep_of_a_long_prefix_is_cached_as_far_as_it_goes():
+    """Three groups that share one page, two of them another: each segment knows its own part of what is cached."""
+    beginnings = [[*range(12)], [*range(8), 70, 71], [*range(4), 80]]
+    tables, cached = [[5, 6, 7], [5, 6, 8], [5, 9]], [10, 10, 4]
+    made = [
+        Group(request(begin, [i]), (0,), (Strategy.DIRECT_RAGGED,), have, np.array(table, np.int32))
+        for i, (begin, have, table) in enumerate(zip(beginnings, cached, tables, strict=True))
+    ]
+    batch = pack(made, PAGE)
+    found = {
+        tuple(kept.tolist()): (int(length), int(have))
+        for kept, length, have in zip(batch.pages, batch.layout.length, batch.layout.cached, strict=True)
+        if kept is not None
+    }
+    assert found == {(5,): (4, 4), (6,): (4, 4), (7,): (4, 2), (8,): (2, 2), (9,): (1, 0)}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_pass_has_the_rows_of_what_is_packed_in_it(order):
+    packed = Group(request([1], [2]), (0,), (Strategy.PACKED_MULTI_ITEM,), packed_rows=48)
+    other = Group(request([3], [4]), (0,), (Strategy.MULTI_ITEM,), packed_rows=16)
+    both = (packed, other)
+    assert pack([both[i] for i in order]).packed_rows == 48
+    assert pack([other]).packed_rows == PACKED_ROWS
+
+
+@pytest.mark.parametrize(
+    ("items", "strategies", "cached", "told"),
+    [
+        ((), (), 0, "a group has at least one item"),
+        ((0,), (Strategy.NAIVE, Strategy.NAIVE), 0, "one strategy an item"),
+        ((0,), (Strategy.FUSED,), 1, "a cached prefix lies in pages"),
+        (
+            (0, 1),
+            (Strategy.NAIVE, Strategy.FUSED),
+            0,
+            "a naive item has a prefix of its own: naive goes for all items of a request or none",
+        ),
+    ],
+)
+def test_a_group_is_checked(items, strategies, cached, told):
+    with pytest.raises(AssertionError, match=f"^{told}$"):
+        Group(request([1], [2], [3]), items, strategies, cached)

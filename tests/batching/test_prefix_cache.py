@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from batching.page_pool import PagePool
-from batching.prefix_cache import MAX_PINNED, PrefixCache, chain
+from batching.prefix_cache import KEY_BYTES, MAX_PINNED, PrefixCache, chain
 from tests.attention.draw import examples
 
 PAGE = 4
@@ -296,3 +296,49 @@ def test_on_zipf_traces_it_saves_at_least_nine_tenths_of_what_could_be_saved(exp
     chains = [made.chain(b"", ids(*range(n * 100, n * 100 + 16))) for n in range(200)]
     saved = sum(write(made, chains[n], float(i)) for i, n in enumerate(trace))
     assert saved >= 0.9 * 16 * belady(trace, size)
+
+
+def test_names_are_short_as_they_are_keys_elsewhere():
+    assert {len(key) for key in chain(b"a", np.arange(10, dtype=np.int32), PAGE).keys} == {KEY_BYTES}
+
+
+def test_hits_and_misses_add_up():
+    made = cache()
+    for tokens in (8, 12, 6):
+        write(made, made.chain(b"", np.arange(tokens, dtype=np.int32)))
+    assert (made.counts.hit_tokens, made.counts.missed_tokens) == (0 + 8 + 4, 8 + 4 + 2)
+
+
+def test_costs_of_less_than_a_second_differ_too():
+    for dear in (0, 1):
+        made = cache(2, cost=lambda before, tokens: tokens / 1000)
+        chains = [made.chain(b"", np.full(4 if n == dear else 1, n, np.int32)) for n in range(2)]
+        for each in chains:
+            write(made, each)
+        write(made, made.chain(b"", ids(9)))
+        assert [made.hit(each) > 0 for each in chains] == [n == dear for n in range(2)]
+
+
+def test_of_what_nobody_wanted_the_first_goes_first():
+    made = cache(3)
+    chains = [made.chain(b"", np.full(4, n, np.int32)) for n in range(3)]
+    for each in chains:
+        lease = made.registered(each, 0.0)
+        made.commit(lease)
+        made.release(lease)
+        assert lease.tokens == 0, "it holds nothing any more"
+    write(made, made.chain(b"", ids(9)))
+    assert [made.hit(each) for each in chains] == [0, 4, 4]
+
+
+def test_a_pinned_block_keeps_no_other_in():
+    """It is the least worth keeping, and another goes in its place."""
+    made = cache(2)
+    pinned, other = (made.chain(b"", np.full(n, n, np.int32)) for n in (1, 4))
+    for each in (pinned, other):
+        write(made, each)
+    held_ = made.held(pinned)
+    assert made.pin(held_, 10.0, 0.0) == 1
+    made.release(held_)
+    write(made, made.chain(b"", ids(9)))
+    assert (made.hit(pinned), made.hit(other)) == (1, 0)

@@ -1,10 +1,12 @@
 """The choice of strategy: what a request may ask for, and what AUTO takes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from attention.plans import MAX_ITEM_TOKENS, WINDOWLESS, Strategy
-from attention.timing import CANDIDATES, built_in
+from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, Strategy
+from attention.timing import CANDIDATES, Ranked, built_in
 from batching.select import DENSE_TOKENS, Budget, Choice, Measured, Replayed, StrategyError, Threshold, choose
 from batching.types import Item, TokenizedRequest
 
@@ -242,3 +244,31 @@ def test_an_item_is_checked(ids, offsets, read_ids, told):
     with pytest.raises(AssertionError, match=f"^{told}"):
         Item(np.asarray(ids, np.int32), np.array(offsets, np.int32), np.asarray(read_ids, np.int32))
     Item(np.zeros(2, np.int32), np.array([0, 1], np.int32), np.array([[1], [2]], np.int32))
+
+
+class Ranks:
+    """A model of times that ranks what it is asked for in the given order."""
+
+    machine = SimpleNamespace(name="here")
+
+    def __init__(self):
+        self.asked = None
+
+    def ranked(self, prefix, cached, lengths, among):
+        self.asked = prefix, cached, lengths.tolist(), list(among)
+        return [Ranked(1.0 + place / 8, strategy, 64) for place, strategy in enumerate(among)]
+
+
+def test_the_reason_of_a_measured_choice_names_the_next_best():
+    model = Ranks()
+    choice = chosen(100, [MAX_ITEM_TOKENS + 1, 5], Measured(model, window=50))
+    possible = [s for s in CANDIDATES if s not in WINDOWLESS]
+    assert model.asked == (100, 0, [MAX_ITEM_TOKENS + 1, 5], possible)
+    told = f"measured on here: {possible[0]} 1.000 ms a layer, next {possible[1]} 1.125"
+    assert choice == Choice((possible[0],) * 2, told, 64)
+
+
+def test_what_comes_behind_an_impossible_strategy_is_possible():
+    model = Ranks()
+    chosen(100, [MAX_ITEM_TOKENS + 1], Measured(model))
+    assert model.asked[3] == [s for s in CANDIDATES if s not in ITEM_LIMITED]
