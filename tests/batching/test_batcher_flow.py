@@ -179,6 +179,28 @@ def test_of_two_passes_in_flight_the_second_is_behind_the_first():
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("strategy", "prefix", "lengths", "at", "rest"),
+    [(None, 1, [48] * 5, 0.097, 0.096 + 0.048), (Strategy.NAIVE, 40, [9] * 3, 0.0, 0.098 + 0.049)],
+)
+def test_what_several_passes_compute_of_one_request_is_waited_for_once(strategy, prefix, lengths, at, rest):
+    """The last two of its passes are with the device, and nothing else waits: a newcomer is next. The second pass of the
+    naive one waits for no prefix that its first pass writes."""
+
+    async def scenario():
+        made = timed(0, Both(), Scheduling(pass_time=PerToken(), passes_in_flight=3), pass_tokens=100)
+        items = [[number] * length for number, length in enumerate(lengths)]
+        large = submitted(made, request([1] * prefix, *items, strategy=strategy))
+        await asyncio.sleep(at + 0.001)
+        assert made._execute.given == 2
+        with pytest.raises(CannotFinish, match=f"^it would be done in {rest - 0.001 + 0.005:.3f} s,"):
+            await made.submit(request([7], [8] * 4), made._clock() + 0.01)
+        await large
+        await made.drain()
+
+    run(scenario())
+
+
 def test_whoever_waits_while_another_is_composed_keeps_the_pages_of_both():
     """The first leaves while its pass runs and a second one began: its pages stay until its pass has ended."""
 

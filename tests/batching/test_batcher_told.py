@@ -170,6 +170,7 @@ def test_a_held_prefix_is_computed_once_and_stays():
         prefix = request(range(1, 11), [5]).prefix
         held = await made.hold(prefix, Asked("a", 1))
         assert (held.cached, held.lease.written, held.scores.computed_tokens) == (0, 10, 11)
+        assert (made.cache.counts.hit_tokens, made.cache.counts.missed_tokens) == (0, 10)
         again = await made.hold(prefix, Asked("a", 1))
         assert (again.cached, again.scores) == (10, None)
         assert [block.wishes for block in again.lease.blocks] == [2, 2, 2]

@@ -191,13 +191,13 @@ def test_one_pass_scales_the_first_belief():
 
 def test_a_few_passes_weigh_against_the_belief_by_relative_errors():
     """Least squares written out: a row for each pass, and one for each coefficient of the belief."""
-    passes, rate = [(100, 9e4, 0.12), (900, 4e5, 0.5), (50, 2e6, 0.3)], 1000.0
+    passes, rate = [(100, 9e4, 1.2), (900, 4e5, 5.0), (50, 2e6, 3.0)], 1000.0
     made = FittedPassTime(rate)
     for tokens, pairs, seconds in passes:
         made.learn(Work(tokens, pairs), seconds)
     rows = np.array([[1 / s, t / s, p / s] for t, p, s in passes])
     belief = np.array([1e-3, 1 / rate, 1e-5 / rate])
-    belief *= 0.3 / (belief @ [1, 50, 2e6])
+    belief *= 3.0 / (belief @ [1, 50, 2e6])
     weight = np.sqrt(PRIOR_WEIGHT) * np.diag(rows.max(axis=0))
     expected = np.linalg.lstsq(np.vstack([rows, weight]), np.concatenate([np.ones(3), weight @ belief]), rcond=None)[0]
     assert (expected > 0).all()

@@ -251,21 +251,23 @@ class Ranks:
 
     machine = SimpleNamespace(name="here")
 
-    def __init__(self):
-        self.asked = None
+    def __init__(self, most=99):
+        self.asked, self.most = None, most
 
     def ranked(self, prefix, cached, lengths, among):
         self.asked = prefix, cached, lengths.tolist(), list(among)
-        return [Ranked(1.0 + place / 8, strategy, 64) for place, strategy in enumerate(among)]
+        return [Ranked(1.0 + place / 8, strategy, 64) for place, strategy in enumerate(among)][: self.most]
 
 
 def test_the_reason_of_a_measured_choice_names_the_next_best():
-    model = Ranks()
+    model = Ranks(2)
     choice = chosen(100, [MAX_ITEM_TOKENS + 1, 5], Measured(model, window=50))
     possible = [s for s in CANDIDATES if s not in WINDOWLESS]
     assert model.asked == (100, 0, [MAX_ITEM_TOKENS + 1, 5], possible)
     told = f"measured on here: {possible[0]} 1.000 ms a layer, next {possible[1]} 1.125"
     assert choice == Choice((possible[0],) * 2, told, 64)
+    choice = chosen(100, [5], Measured(Ranks(1), window=50))
+    assert choice.reason == f"measured on here: {possible[0]} 1.000 ms a layer"
 
 
 def test_what_comes_behind_an_impossible_strategy_is_possible():
