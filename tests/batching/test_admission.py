@@ -350,3 +350,11 @@ def test_one_that_is_late_anyway_and_stands_before_the_new_one_refuses_nobody():
     made.admit(late, [], 0.0, 0.0)
     late.partial = False
     made.admit(ticket(10, 9.0), [late], 0.0, 0.0)
+
+
+def test_who_would_be_in_time_without_the_new_one_is_not_made_late_by_it():
+    """It ends after 125 ms, its deadline is at 150 ms: what stands before it may take 25 ms, and would take 125."""
+    made = scheduler()
+    queue = waiting(made, ticket(100, 0.15, priority=1))
+    with pytest.raises(CannotFinish, match=r"^a request that was accepted before would miss its deadline$"):
+        made.admit(ticket(100, 0.14, priority=1), queue, 0.0, 0.0)

@@ -184,8 +184,8 @@ def test_of_two_passes_in_flight_the_second_is_behind_the_first():
     [(None, 1, [48] * 5, 0.097, 0.096 + 0.048), (Strategy.NAIVE, 40, [9] * 3, 0.0, 0.098 + 0.049)],
 )
 def test_what_several_passes_compute_of_one_request_is_waited_for_once(strategy, prefix, lengths, at, rest):
-    """The last two of its passes are with the device, and nothing else waits: a newcomer is next. The second pass of the
-    naive one waits for no prefix that its first pass writes."""
+    """Two of its passes are with the device, and nothing else waits: a newcomer is next. The second pass of the naive
+    one waits for no prefix that its first pass writes."""
 
     async def scenario():
         made = timed(0, Both(), Scheduling(pass_time=PerToken(), passes_in_flight=3), pass_tokens=100)

@@ -163,6 +163,7 @@ def test_an_item_of_a_pass_is_a_pass_of_its_own(given_groups):
         item_, whole = asked.items[share.item], np.concatenate([asked.prefix, asked.items[share.item].ids])
         path = batch.layout.path(int(batch.layout.leaves[number]))
         assert one.layout.parent.tolist() == list(range(-1, len(path) - 1))
+        assert one.layout.parent.dtype == np.int32
         assert one.layout.length.tolist() == batch.layout.length[list(path)].tolist()
         assert one.layout.cached.tolist() == batch.layout.cached[list(path)].tolist()
         cached = int(one.layout.cached.sum())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from batching.page_pool import PagePool
+from batching.pass_time import Work
 from batching.prefix_cache import PrefixCache
 from batching.tiering import TRY_AGAIN, Found, Rates, ReadAhead
 from loadtest.virtual_time import run
@@ -627,3 +628,27 @@ def test_a_few_very_fast_fetches_hide_no_slow_one():
     """Relative errors alone would take the slow one for noise."""
     made = rates_of(*[(100, 1e-6)] * 10, (10**6, 5e-2))
     assert made.seconds("tier", 10**6) > 1.5e-2
+
+
+def test_what_computing_would_take_depends_on_what_stands_before_and_on_the_size_of_passes():
+    """Of 64 tokens 32 are there: the other two blocks are computed as part of a pass, behind those."""
+
+    async def scenario():
+        asked_of = []
+
+        class Fixed(Device):
+            def share(self, work, pass_tokens):
+                asked_of.append((work, pass_tokens))
+                return super().share(work, pass_tokens)
+
+        cache = PrefixCache(PagePool(64), PAGE)
+        clock = asyncio.get_running_loop().time
+        ahead = ReadAhead(cache, FakeTiers(1e-3, 1e10), Rates({"tier": (1e-3, 1e10)}), Fixed(1e-3), 4096, clock)
+        asked = prefix(cache, 0, 64)
+        lease = cache.acquire(prefix(cache, 0, 32), 0.0)
+        cache.commit(lease)
+        assert ahead.choose(asked) == Found("tier", 2, 2 * SIZE)
+        assert set(asked_of) == {(Work(32, (64**2 - 32**2) / 2), 4096)}
+        cache.release(lease)
+
+    run(scenario())
