@@ -85,8 +85,7 @@ def scans(shape: LaunchShape, tile: int) -> tuple[int, int, int]:
         scanned = last
     else:
         prefix, longest = shape.prefix_lens[request], shape.max_items[request]
-        window = last - np.maximum(prefix, first - longest)
-        scanned = np.where(first < prefix, last, prefix + window)
+        scanned = prefix + last - np.maximum(prefix, first - longest)  # what lies before its items, and its window
     return len(request), int(scanned.sum()), int(scanned.sum()) * tile
 
 
