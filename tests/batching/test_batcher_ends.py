@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from batching.batcher import FAILURES_IN_A_ROW
-from batching.errors import Closed, DeviceFailed, Expired, QueueFull
+from batching.errors import CannotFinish, Closed, DeviceFailed, Expired, QueueFull
 from batching.select import Strategy
 from batching.tiering import WISHES, Found, Rates
 from loadtest.virtual_time import run
@@ -117,6 +117,26 @@ def test_heirs_are_counted_with_what_they_inherit():
         await asyncio.sleep(0)
         assert made.queued_tokens == 13 + 13
         await asyncio.gather(running, second)
+        await made.drain()
+
+    run(scenario())
+
+
+def test_an_heir_that_runs_waits_for_no_more_than_what_does_not():
+    """The heir computes one item while another pays for its second: once that one has gone, the second is its own."""
+
+    async def scenario():
+        made = timed(0.015, pass_tokens=16)
+        running = submitted(made, request([1], [2] * 12))
+        await asyncio.sleep(0)
+        first = submitted(made, request([5], [6] * 9))
+        heir = submitted(made, request([5], [7] * 14, [6] * 9, priority=1))
+        await asyncio.sleep(0.02)
+        first.cancel()
+        await asyncio.sleep(0)
+        with pytest.raises(CannotFinish, match=r"^it would be done in 0.024 s,"):  # 10 of the pass, 9, and 5 of its own
+            await made.submit(request([7], [8] * 4), 0.03)
+        await asyncio.gather(running, heir)
         await made.drain()
 
     run(scenario())

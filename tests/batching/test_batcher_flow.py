@@ -134,7 +134,12 @@ def test_a_deadline_is_held_against_the_pass_that_runs():
         await made.submit(request([3], [4] * 19), 0.2 + 0.3)
         await running
         await made.submit(request([5], [6] * 900))
-        await made.submit(request([5], [7] * 9), made._clock() + 0.3)  # a device is free once its pass has ended
+        # A device is free once its pass has ended, however long that was to take.
+        last = submitted(made, request([5], [7] * 100), made._clock() + 0.3)
+        await asyncio.sleep(0.05)
+        with pytest.raises(CannotFinish, match=r"^it would be done in 0.069 s, its deadline is in 0.060 s$"):
+            await made.submit(request([3], [4] * 19), made._clock() + 0.06)
+        await last
         await made.drain()
 
     run(scenario())
@@ -179,16 +184,17 @@ def test_of_two_passes_in_flight_the_second_is_behind_the_first():
     run(scenario())
 
 
+@pytest.mark.parametrize("in_flight", [2, 3])
 @pytest.mark.parametrize(
     ("strategy", "prefix", "lengths", "at", "rest"),
     [(None, 1, [48] * 5, 0.097, 0.096 + 0.048), (Strategy.NAIVE, 40, [9] * 3, 0.0, 0.098 + 0.049)],
 )
-def test_what_several_passes_compute_of_one_request_is_waited_for_once(strategy, prefix, lengths, at, rest):
+def test_what_several_passes_compute_of_one_request_is_waited_for_once(in_flight, strategy, prefix, lengths, at, rest):
     """Two of its passes are with the device, and nothing else waits: a newcomer is next. The second pass of the naive
     one waits for no prefix that its first pass writes."""
 
     async def scenario():
-        made = timed(0, Both(), Scheduling(pass_time=PerToken(), passes_in_flight=3), pass_tokens=100)
+        made = timed(0, Both(), Scheduling(pass_time=PerToken(), passes_in_flight=in_flight), pass_tokens=100)
         items = [[number] * length for number, length in enumerate(lengths)]
         large = submitted(made, request([1] * prefix, *items, strategy=strategy))
         await asyncio.sleep(at + 0.001)

@@ -176,6 +176,13 @@ def test_a_dense_mask_shares_a_tree_with_its_like_only(dense):
     assert first == [jobs[0], jobs[2], jobs[3], jobs[5]]
 
 
+def test_what_was_asked_for_by_name_shares_a_tree_with_what_was_not():
+    made = composer()
+    asked = [request([1], [2], strategy=Strategy.CASCADE), request([1], [3]), request([1], [4], strategy=AUTO)]
+    jobs = [joined(made, each) for each in asked]
+    assert [part.job for part in made.compose(jobs, 0.0)] == jobs
+
+
 def test_naive_jobs_share_no_tree_and_hold_no_page():
     made = composer()
     naive = joined(made, request([1], [2], strategy=Strategy.NAIVE), strategy=Strategy.NAIVE)
