@@ -358,3 +358,10 @@ def test_who_would_be_in_time_without_the_new_one_is_not_made_late_by_it():
     queue = waiting(made, ticket(100, 0.15, priority=1))
     with pytest.raises(CannotFinish, match=r"^a request that was accepted before would miss its deadline$"):
         made.admit(ticket(100, 0.14, priority=1), queue, 0.0, 0.0)
+
+
+def test_what_tenants_were_promised_is_forgotten_once_it_is_over_where_they_are_many():
+    made = shared(now=6.0)
+    made._promised = {str(tenant): 5.0 + 2.0 * (tenant == 3) for tenant in range(MAX_TENANTS + 1)}
+    made.admit(ticket(100, tenant="a", submitted=6.0), [], 6.0, 6.0)
+    assert made._promised == {"3": 7.0, "a": pytest.approx(6.0 + 0.1 / 0.5)}

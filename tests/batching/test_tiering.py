@@ -8,7 +8,7 @@ import pytest
 from batching.page_pool import PagePool
 from batching.pass_time import Work
 from batching.prefix_cache import PrefixCache
-from batching.tiering import TRY_AGAIN, Found, Rates, ReadAhead
+from batching.tiering import TRY_AGAIN, WISHES, Found, Rates, ReadAhead
 from loadtest.virtual_time import run
 
 PAGE = 16
@@ -650,5 +650,43 @@ def test_what_computing_would_take_depends_on_what_stands_before_and_on_the_size
         assert ahead.choose(asked) == Found("tier", 2, 2 * SIZE)
         assert set(asked_of) == {(Work(32, (64**2 - 32**2) / 2), 4096)}
         cache.release(lease)
+
+    run(scenario())
+
+
+def test_what_is_being_copied_down_is_not_copied_twice():
+    async def scenario():
+        shelf = Shelf(tier=[])
+        cache, ahead = shelved(shelf)
+        asked = prefix(cache, 0, 64)
+        shelf.gate.clear()
+        for _ in range(WISHES + 2):
+            lease = cache.acquire(asked, 0.0)
+            cache.commit(lease)
+            ahead.keep(lease)
+            cache.release(lease)
+            await asyncio.sleep(0)
+        shelf.gate.set()
+        await ahead.settle()
+        assert shelf.stored == list(asked.keys)
+        sound(cache)
+
+    run(scenario())
+
+
+def test_what_the_nearest_tier_only_may_have_is_copied_down():
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 64)))
+        cache, ahead = shelved(shelf)
+        shelf.found = lambda keys: [Found("tier", len(keys), len(keys) * SIZE, 0.9)]
+        asked = prefix(cache, 0, 64)
+        for wishes in range(1, WISHES + 1):
+            lease = cache.acquire(asked, 0.0)
+            cache.commit(lease)
+            ahead.keep(lease)
+            cache.release(lease)
+            await ahead.settle()
+            assert shelf.stored == (list(asked.keys) if wishes == WISHES else [])
+        sound(cache)
 
     run(scenario())
