@@ -186,6 +186,25 @@ def test_a_held_prefix_is_computed_once_and_stays():
     virtual(scenario())
 
 
+def test_who_holds_is_told_once_that_its_prefix_is_coming_with_a_lease_of_its_own():
+    async def scenario():
+        made, told = timed(0.1, pages=4), []
+        prefix = request(range(1, 11), [5]).prefix
+        holding = asyncio.create_task(made.hold(prefix, Asked(), None, told.append))
+        await asyncio.sleep(0.05)
+        (coming,) = told
+        assert (coming.tokens, coming.written) == (10, 0), "its pages are known while the pass runs"
+        held = await holding
+        assert held.lease.pages.tolist() == coming.pages.tolist()
+        assert (coming.written, len(told)) == (10, 1)
+        for lease in (held.lease, coming):
+            made.cache.release(lease)
+        assert not any(block.users for block in made.cache._blocks.values())
+        await made.drain()
+
+    virtual(scenario())
+
+
 def held_chain(made, prefix, tenant):
     return made.chain(replace(request([1], [5], tenant=tenant), prefix=prefix))
 
