@@ -119,7 +119,7 @@ class Batcher:
         self._submitted = 0
         self._in_flight = InFlight()
         self._jobs: dict[Ticket, Job] = {}
-        self._passes_in_flight = given.passes_in_flight
+        self.passes_in_flight = given.passes_in_flight
         self._running: list[Part] = []  # whose pages the device is using
         self._passes: set[asyncio.Task[None]] = set()
         self._free_at = self._ended_at = -math.inf
@@ -320,7 +320,7 @@ class Batcher:
     async def _run(self) -> None:
         try:
             while not self._gone.is_set():
-                if not self._jobs or len(self._passes) == self._passes_in_flight:
+                if not self._jobs or len(self._passes) == self.passes_in_flight:
                     await self._something()
                     continue
                 self._drop_expired()

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from batching.batcher import Batcher
+from batching.batcher import Batcher, BatcherLimits, Scheduling
+from batching.page_pool import PagePool
+from batching.prefix_cache import PrefixCache
 from batching.types import Ints, Item, RequestScores, TokenizedRequest
 from loadtest.shapes import Shape
 from scorer.config import Config
 from scorer.runtime import Runtime
+from scorer.sizing import MAX_PASS_ITEMS
 
 Asked = Iterator[Sequence[TokenizedRequest]]  # what is sent at once, time after time
 
@@ -78,25 +81,31 @@ class Requests:
 
 
 def run(config: Config, name: str, shape: Shape, seconds: float, output: Path | None) -> None:
-    """Measures, prints, and appends JSON lines to `output`. Two services share the device: the first takes half."""
-    with_cache = Runtime.load(config.model_copy(update={"memory_fraction": config.memory_fraction / 2}))
-    without = Runtime.load(config.model_copy(update={"cache_tokens": 0}))
+    """Measures, prints, and appends JSON lines to `output`."""
+    runtime = Runtime.load(config)
     try:
-        rows = asyncio.run(_measure(with_cache, without, name, shape, seconds))
+        rows = asyncio.run(_measure(runtime, name, shape, seconds))
     finally:
-        with_cache.close()
-        without.close()
+        runtime.close()
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        stamp = {"date": date.today().isoformat(), "device": with_cache.info.device, "dtype": with_cache.info.dtype}
+        stamp = {"date": date.today().isoformat(), "device": runtime.info.device, "dtype": runtime.info.dtype}
         with output.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(row) | stamp) + "\n" for row in rows)
 
 
-async def _measure(with_cache: Runtime, without: Runtime, name: str, shape: Shape, seconds: float) -> list[Row]:
-    requests = Requests(shape, min(with_cache.limits.vocabulary_size, 1_000))
+def _without_cache(runtime: Runtime) -> Batcher:
+    """On the same device, with no page to keep a prefix in."""
+    limits = BatcherLimits(runtime.limits.max_pass_tokens, MAX_PASS_ITEMS, runtime.config.max_queue_tokens)
+    cache = PrefixCache(PagePool(0), runtime.config.page_size)
+    scheduling = Scheduling(passes_in_flight=runtime.batcher.passes_in_flight)
+    return Batcher(runtime.engine.execute, limits, runtime.batcher.policy, cache, scheduling=scheduling)
+
+
+async def _measure(runtime: Runtime, name: str, shape: Shape, seconds: float) -> list[Row]:
+    requests = Requests(shape, min(runtime.limits.vocabulary_size, 1_000))
     new, known = requests.new(), requests.known()
-    cache, none = with_cache.batcher, without.batcher
+    cache, none = runtime.batcher, _without_cache(runtime)
     rows: list[Row] = []
 
     async def measured(batcher: Batcher, what: str, prefixes: str, asked: Asked, at_once: int) -> None:
