@@ -23,7 +23,7 @@ from rich.progress import track
 from attention.decode_timing import DecodePoint
 from loadtest.attention_rows import HEAD_DIM, HEADS, KV_HEADS
 from loadtest.decode_report import report
-from loadtest.decode_rows import KINDS, VARIANTS, AttentionRow, SearchRow, StepRow, read_rows
+from loadtest.decode_rows import KINDS, OUR_CASCADE, VARIANTS, AttentionRow, SearchRow, StepRow, read_rows
 from scorer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def measure_attention(rows: Rows, quick: bool) -> None:
         return
     heads = HeadShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, torch.bfloat16)
     rig = DecodeRig(heads, max(PROMPTS), max(BEAMS) * max(OWN))
+    rig.time(OUR_CASCADE, DecodePoint(1024, 128, 16))  # what is measured first would meet a GPU that idled
     broken: dict[str, str] = {}
     for *lengths, variant in track(todo, "attention", console=Console(stderr=True)):
         point = DecodePoint(*lengths)

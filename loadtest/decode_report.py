@@ -73,7 +73,8 @@ def _rule(times: Times, output: Path) -> list[str]:
         lines.append(f"* {name}: {told}, over {len(regret)} points")
     worst = max(_behind(both, law, BATCHES))
     lines.append(f"* `auto` is behind the fastest batch_decode of any kernel by at most {worst:.1%}")
-    prompts = sorted({point.prompt for point in both} | {64, 128})
+    known = {point.prompt for point in both}
+    prompts = sorted(known | set(range(min(known), 4096, 64)))
     for beams in sorted({point.beams for point in both}):
         told = f"from P {crossover(law, beams, 16, prompts)} (fitted), {_measured(both, beams)} (measured)"
         lines.append(f"* N {beams}, S 16: cascade_decode is faster {told}")

@@ -8,7 +8,7 @@ from attention.decode_timing import BUILT_IN, DecodeLaw, DecodePoint, crossover
 from attention.timing import TimeModel, built_in
 
 BATCH, CASCADE = DecodeStrategy.BATCH_DECODE, DecodeStrategy.CASCADE_DECODE
-TRUE = DecodeLaw({BATCH: (0.004, 1e-5, 2e-6), CASCADE: (0.009, 1e-5, 2e-6, 5e-7, 3e-8, 1e-5)})
+TRUE = DecodeLaw({BATCH: (0.004, 1e-5, 2e-6), CASCADE: (0.009, 1e-5, 2e-6, 5e-7, 3e-8, 1e-5, 0.001, 1e-5)})
 GRID = [DecodePoint(p, n, s) for p in (128, 1024, 8192, 32_768) for n in (8, 64, 512) for s in (4, 64)]
 
 
@@ -38,13 +38,14 @@ def test_too_few_measurements_are_refused():
 
 @pytest.mark.parametrize("law", [TRUE, BUILT_IN])
 def test_the_more_beams_the_earlier_the_cascade_pays(law):
-    found = [crossover(law, beams, 16, [64 << i for i in range(10)]) for beams in (8, 32, 128, 512)]
+    prompts = [256 << i for i in range(8)]  # from the shortest on that laws are fitted to
+    found = [crossover(law, beams, 16, prompts) for beams in (8, 32, 128, 512)]
     assert all(prompt is not None for prompt in found)
     assert found == sorted(found, reverse=True)
 
 
 def test_where_it_never_pays_there_is_no_crossover():
-    slow = DecodeLaw({BATCH: TRUE.milliseconds[BATCH], CASCADE: (9.0, 0.0, 0.0, 0.0, 0.0, 0.0)})
+    slow = DecodeLaw({BATCH: TRUE.milliseconds[BATCH], CASCADE: (9.0, *[0.0] * 7)})
     assert crossover(slow, 32, 16, [64, 1024]) is None
 
 
