@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -73,3 +74,39 @@ def test_the_floor_is_the_sum_of_both_parts():
     expected = 2 * size.block_parameters * 2560 / 790e12 + 4 * 28 * 16 * 128 * pairs / 600e12
     assert size.floor((512, 64, 32)) == pytest.approx(expected)
     assert size.floor((512, 64, 32), cached=512) < expected
+
+
+def results(name):
+    return [json.loads(line) for line in (ROOT / "loadtest" / "results" / name).open()]
+
+
+def test_the_open_loop_of_texts():
+    lines = README[README.index("| profile | calls/s |") :].splitlines()[2:]
+    told = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
+    for row, cells in zip(results("h200-load/load.jsonl"), told, strict=True):
+        times = (row["latency"]["p50"], row["latency"]["p99"], row["queue_p99"], row["compute_p99"])
+        assert cells == [
+            f"`{row['profile']}`",
+            f"{row['rate']:.0f}",
+            f"{row['documents_per_second']:,.0f}",
+            f"{row['goodput']:,.0f}",
+            *(f"{1e3 * seconds:.0f}" for seconds in times),
+            f"{row['codes'].get('RESOURCE_EXHAUSTED', 0)} of {row['calls']}",
+        ]
+        assert set(row["codes"]) <= {"OK", "RESOURCE_EXHAUSTED"}, "nothing that was accepted timed out"
+
+
+def test_what_the_cache_saves_and_costs():
+    rows = results("h200-cache/cache.jsonl")
+    by_key = {(row["what"], row["prefixes"], row["at_once"]): row for row in rows}
+    alone = [by_key["calls", kind, 1]["p50_ms"] for kind in ("new", "cached")]
+    together = [by_key["calls", kind, 32]["items_per_s"] for kind in ("new", "cached")]
+    pairs = [by_key["two in a pass", kind, 1]["p50_ms"] for kind in ("apart", "shared")]
+    none, missing = (
+        median(r["items_per_s"] for r in rows if r["what"] == w) for w in ("no cache", "cache that misses")
+    )
+    text = README[README.index("`prefixrank bench cache` measures") :].replace("\n", " ")
+    assert "takes {:.1f} ms behind a new prefix and {:.1f} behind".format(*alone) in text
+    assert "get {:,.0f} and {:,.0f} items/s".format(*together) in text
+    assert "take {:.1f} ms over two prefixes and {:.1f} over one".format(*pairs) in text
+    assert f"hits costs {1 - missing / none:.1%} of the items/s" in text
