@@ -434,11 +434,13 @@ class Batcher:
             self._failed_pass(parts, error)
             return
         self._not_running(parts)
-        self._ran(batch, work, began)
+        seconds = self._ran(batch, began)
         self._composer.finish(parts, _sound(reads, batch))
         for part in parts:
             self._charge(part, packed + reads.plan_seconds, reads.forward_seconds)
         self._hand_out(parts, scored)
+        # Behind the replies, which are what callers wait for.
+        asyncio.get_running_loop().call_soon(self._scheduler.pass_time.learn, work, seconds)
 
     def _tell(self, parts: Sequence[Part]) -> None:
         """Those who wait for no more than that a prefix is on its way."""
@@ -450,15 +452,16 @@ class Batcher:
     def _not_running(self, parts: Sequence[Part]) -> None:
         self._running = [part for part in self._running if not any(part is ended for ended in parts)]
 
-    def _ran(self, batch: PackedBatch, work: Work, began: float) -> None:
+    def _ran(self, batch: PackedBatch, began: float) -> float:
+        """The seconds that the device took for it."""
         ended = self._clock()
         began = max(began, self._ended_at)  # it had to wait for the one before it
         self._failures, self._ended_at = 0, ended
-        self._scheduler.pass_time.learn(work, ended - began)
         self._window.ran(began, ended)
         self.observer.ran(
             batch.tokens, batch.tokens / self._limits.max_pass_tokens, len({s.request for s in batch.shares})
         )
+        return ended - began
 
     def _charge(self, part: Part, plan_seconds: float, forward_seconds: float) -> None:
         job = part.job

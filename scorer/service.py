@@ -204,7 +204,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             self._leave(code)
             span.end(response, code)
             read = pb.ScoreRequest() if isinstance(request, Undecodable) else request
-            log_call(read, response, code, time.perf_counter() - started, caller)
+            seconds = time.perf_counter() - started
+            asyncio.get_running_loop().call_soon(log_call, read, response, code, seconds, caller)  # behind the reply
 
     def _admitted(self, request: Asking | Undecodable, caller: Caller) -> Asking:
         """The request under its caller's tenant. Raises InvalidRequest, Forbidden or RateLimited."""
