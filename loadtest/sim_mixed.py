@@ -17,7 +17,7 @@ from batching.select import Threshold
 from batching.types import PackedBatch, Reads
 from loadtest.sim_device import DeviceTime, SimDevice
 from loadtest.sim_result import Outcome, Result
-from loadtest.traces import Call, Profile, calls
+from loadtest.traces import Call, Profile, calls, request_of
 from loadtest.virtual_time import run
 from scorer.beam import TURN_SECONDS, BeamRequest, BeamSearcher
 from scorer.beam_pages import BeamPages
@@ -140,8 +140,6 @@ def _arrivals(per_second: float, seconds: float) -> list[float]:
 
 
 async def _score(batcher: Batcher, call: Call, number: int) -> Outcome:
-    from loadtest.simulate import request_of
-
     loop = asyncio.get_running_loop()
     await asyncio.sleep(call.at - loop.time())
     answer = await batcher.submit(request_of(call, number))

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from batching.batcher import Batcher, BatcherLimits, Scheduling
 from batching.errors import Expired, NotAdmitted
 from batching.page_pool import PagePool
@@ -24,10 +22,9 @@ from batching.prefix_cache import PrefixCache
 from batching.scheduler import Order, by_due, earliest_deadline, first_come, shortest_first
 from batching.select import Threshold
 from batching.shares import FairShares
-from batching.types import Item, TokenizedRequest
 from loadtest.sim_device import DeviceTime, SimDevice, device_time
 from loadtest.sim_result import Outcome, Result
-from loadtest.traces import PROFILES, Call, Profile, calls
+from loadtest.traces import PROFILES, Call, Profile, calls, request_of
 from loadtest.virtual_time import run
 
 PAGE = 16
@@ -38,7 +35,6 @@ POLICIES: dict[str, Order] = {
     "earliest deadline": earliest_deadline,
     "shortest first": shortest_first,
 }
-READ, LABELS = np.zeros(1, np.int32), np.array([[1, 2]], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +83,6 @@ async def _one(batcher: Batcher, call: Call, number: int, deadlines: bool) -> Ou
     except Expired:
         return Outcome(call)
     return Outcome(call, end=clock(), cached=answer.cached_prefix_tokens)
-
-
-def request_of(call: Call, number: int) -> TokenizedRequest:
-    """Ids that differ where the trace's prefixes and documents do."""
-    profile = call.profile
-    own = 1000 + call.prefix_id * 50 + list(PROFILES).index(profile.name)
-    shared = min(profile.template, profile.prefix)
-    prefix = np.concatenate([np.arange(shared), np.full(profile.prefix - shared, own)]).astype(np.int32)
-    items = tuple(
-        Item(np.full(n, number * 2048 + i, np.int32), READ + np.int32(n - 1), LABELS)
-        for i, n in enumerate(call.documents)
-    )
-    return TokenizedRequest(prefix, items, tenant=profile.tenant, priority=profile.priority)
 
 
 def capacity(mix: Sequence[tuple[Profile, float]], device: DeviceTime) -> float:

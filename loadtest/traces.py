@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from batching.types import Item, TokenizedRequest
+
+READ, LABELS = np.zeros(1, np.int32), np.array([[1, 2]], np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -94,3 +98,16 @@ def _call(at: float, profile: Profile, number: int, rng: np.random.Generator) ->
 def _popularity(profile: Profile) -> NDArray[np.float64]:
     weights = 1.0 / np.arange(1, profile.prefixes + 1) ** profile.zipf
     return np.asarray(weights / weights.sum())
+
+
+def request_of(call: Call, number: int) -> TokenizedRequest:
+    """Ids that differ where the trace's prefixes and documents do."""
+    profile = call.profile
+    own = 1000 + call.prefix_id * 50 + list(PROFILES).index(profile.name)
+    shared = min(profile.template, profile.prefix)
+    prefix = np.concatenate([np.arange(shared), np.full(profile.prefix - shared, own)]).astype(np.int32)
+    items = tuple(
+        Item(np.full(n, number * 2048 + i, np.int32), READ + np.int32(n - 1), LABELS)
+        for i, n in enumerate(call.documents)
+    )
+    return TokenizedRequest(prefix, items, tenant=profile.tenant, priority=profile.priority)

@@ -23,7 +23,7 @@ from scorer.hand_fused import capture, prepare
 from scorer.loading import find, load_model
 from scorer.memory import MemoryPlan
 from scorer.model import ScoringModel
-from scorer.ranks import Place
+from scorer.place import Place
 from scorer.sizing import plan_memory
 
 if TYPE_CHECKING:

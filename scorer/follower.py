@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from scorer import logs
 from scorer.config import Config
 from scorer.errors import StartError
-from scorer.ranks import Place, read_order
+from scorer.place import Place, read_order
 
 if TYPE_CHECKING:
     from scorer.engine import Engine

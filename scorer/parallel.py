@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from batching.types import Ints, PackedBatch
-from scorer.ranks import Place
+from scorer.place import Place
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -8,7 +8,6 @@ variables say which rank this is, and the others are watched by torchrun.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -16,11 +15,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from scorer.config import Config, torchrun_place
-from scorer.errors import ConfigError
+from scorer.config import Config
+from scorer.place import Place, given_place, order
 
 if TYPE_CHECKING:
     from scorer.runtime import Runtime
@@ -29,27 +27,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 10.0  # for a rank to end after it was told
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which rank a process is. rendezvous: where the ranks find each other; local: its GPU on this machine."""
-
-    rank: int
-    count: int
-    local: int
-    rendezvous: str
-
-
-def given_place(config: Config) -> Place | None:
-    """As torchrun tells it; None where it did not start this process. Raises ConfigError where it started others than
-    asked for."""
-    if (told := torchrun_place()) is None:
-        return None
-    rank, count, local = told
-    if count != config.tensor_parallel:
-        raise ConfigError(f"tensor_parallel is {config.tensor_parallel}, and torchrun started {count} processes")
-    return Place(rank, count, local, "env://")
 
 
 class Ranks:
@@ -115,17 +92,6 @@ def _started(config: Config, place: Place, command: Sequence[str]) -> subprocess
     process.stdin.write(order(config, place).encode() + b"\n")
     process.stdin.flush()
     return process
-
-
-def order(config: Config, place: Place) -> str:
-    """The line that tells a follower what to be."""
-    return json.dumps({"config": config.model_dump(mode="json"), "place": asdict(place)})
-
-
-def read_order(line: str) -> tuple[Config, Place]:
-    """What `order` told."""
-    told = json.loads(line)
-    return Config.model_validate(told["config"]), Place(**told["place"])
 
 
 def _free_port() -> int:

@@ -28,8 +28,8 @@ from scorer.kv_tiers import KvTiers
 from scorer.loading import find, places, tokenizer_place
 from scorer.memory import MemoryPlan
 from scorer.model import ScoringModel
+from scorer.place import Place
 from scorer.profile import Profile, builtin_names, load_profile
-from scorer.ranks import Place
 from scorer.selfcheck import TOLERANCE, check_golden, check_packing
 from scorer.sizing import MAX_PASS_ITEMS
 from scorer.tokenization import Tokenization, load_tokenizer

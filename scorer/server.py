@@ -24,7 +24,7 @@ from scorer.errors import StartError
 from scorer.listen import HEALTH, SERVICE, Addresses, Listening, listen
 
 if TYPE_CHECKING:
-    from scorer.ranks import Place
+    from scorer.place import Place
     from scorer.runtime import Runtime
 
 __all__ = ["HEALTH", "SERVICE", "Addresses", "load_runtime", "serve"]

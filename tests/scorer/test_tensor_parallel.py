@@ -22,8 +22,8 @@ from scorer.device import load_device
 from scorer.errors import ConfigError, ModelError
 from scorer.follower import obey
 from scorer.parallel import Alone, Forward, Scrub, Stop
+from scorer.place import Place, given_place, order, read_order
 from scorer.profile import record_golden
-from scorer.ranks import Place, given_place, order, read_order
 from scorer.runtime import Runtime
 from scorer.sharding import shard_plan
 from tests.cases.live import PROFILE, UNCUT, live
