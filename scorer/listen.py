@@ -18,7 +18,8 @@ from scorer.config import Config
 from scorer.errors import StartError
 from scorer.guard import Guard
 from scorer.metrics import Endpoint, Metrics
-from scorer.service import ScorerService, register
+from scorer.register import register
+from scorer.service import ScorerService
 from scorer.tls import Certificates
 from scorer.tracing import make_tracer
 

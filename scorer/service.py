@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from batching.scheduler import Asked
 from batching.select import StrategyError
@@ -25,13 +23,14 @@ from scorer.access_log import log_call, log_search
 from scorer.beam_service import beam_search
 from scorer.config import MiB
 from scorer.drift import Sampler, check_forever
-from scorer.errors import InvalidRequest, Overloaded, Unavailable
+from scorer.errors import InvalidRequest, Unavailable
 from scorer.metrics import Metrics
 from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, per_document, score_response
 from scorer.stream import answers
 from scorer.threads import guarded
 from scorer.tokenized import PRIORITIES, Tokenized, given_in_ids
+from scorer.tokenizer_threads import TokenizerThreads
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
 from scorer.undecodable import Undecodable
 from scorer.warm import warm
@@ -48,7 +47,6 @@ Asking = TypeVar("Asking", pb.ScoreRequest, pb.WarmPrefixRequest, pb.BeamSearchR
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
 SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix", "BeamSearch"))
 
-TOKENIZER_THREADS = 2
 # Ids need no tokenizer, only Python, which one thread runs at a time: for a small request another thread costs more
 # than it takes.
 INLINE_BYTES = 64 * 1024
@@ -60,45 +58,8 @@ DEADLINE_SLACK, DEADLINE_SLACK_SECONDS = 0.01, 0.005
 REPLY_SECONDS, REPLY_PART = 0.02, 0.1
 
 
-def register(service: ScorerService, server: grpc.aio.Server) -> None:
-    """Like the stubs' add_ScorerServiceServicer_to_server, but bytes that are no message reach the service too, which
-    refuses and counts them; grpc itself would answer UNKNOWN."""
-    name = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "Score": grpc.unary_unary_rpc_method_handler(
-            service.Score, _decoder(pb.ScoreRequest), pb.ScoreResponse.SerializeToString
-        ),
-        "ScoreStream": grpc.stream_stream_rpc_method_handler(
-            service.ScoreStream, _decoder(pb.ScoreStreamRequest), pb.ScoreStreamResponse.SerializeToString
-        ),
-        "WarmPrefix": grpc.unary_unary_rpc_method_handler(
-            service.WarmPrefix, _decoder(pb.WarmPrefixRequest), pb.WarmPrefixResponse.SerializeToString
-        ),
-        "BeamSearch": grpc.unary_unary_rpc_method_handler(
-            service.BeamSearch, _decoder(pb.BeamSearchRequest), pb.BeamSearchResponse.SerializeToString
-        ),
-        "GetModelInfo": grpc.unary_unary_rpc_method_handler(
-            service.GetModelInfo, _decoder(pb.GetModelInfoRequest), pb.GetModelInfoResponse.SerializeToString
-        ),
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
-
-
-def _decoder(kind: type[M]) -> Callable[[bytes], M | Undecodable]:
-    def decode(data: bytes) -> M | Undecodable:
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            return Undecodable.of(kind.DESCRIPTOR.full_name, len(data))
-
-    return decode
-
-
 class ScorerService(pb_grpc.ScorerServiceServicer):
-    """Score and GetModelInfo. Refuses with UNAVAILABLE before `serve` and after `refuse`.
-
-    max_tokenizing_bytes  of requests that wait for a tokenizer's thread or have one
-    """
+    """Every method of the service. Refuses with UNAVAILABLE before `serve` and after `refuse`."""
 
     def __init__(
         self,
@@ -119,10 +80,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._last_call = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
-        self._max_tokenizing_bytes = max_tokenizing_bytes
-        self._tokenizing_bytes = 0
-        self._tokenizing_lock = threading.Lock()
+        self.tokenizers = TokenizerThreads(max_tokenizing_bytes)
 
     def serve(self, runtime: Runtime) -> None:
         """From now on calls are scored by `runtime`."""
@@ -157,7 +115,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         await self._idle.wait()
 
     def close(self) -> None:
-        self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        self.tokenizers.close()
         self._tracer.close()
 
     async def Score(  # noqa: N802
@@ -247,7 +205,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             deadline = _deadline(remaining)
             caller = self.access.caller(authorization(context.invocation_metadata()))
             asked = self._admitted(request, caller)
-            response = await warm(self._accepting(), asked, deadline, self._on_tokenizer)
+            response = await warm(self._accepting(), asked, deadline, self.tokenizers.run)
             code = grpc.StatusCode.OK
             return response
         except Exception as error:  # noqa: BLE001  every call ends with a status
@@ -272,7 +230,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             deadline = _deadline(remaining)
             caller = self.access.caller(authorization(context.invocation_metadata()))
             asked = self._admitted(request, caller)
-            response = await beam_search(self._accepting(), asked, deadline, self._on_tokenizer)
+            response = await beam_search(self._accepting(), asked, deadline, self.tokenizers.run)
             self._metrics.searched(response)
             code = grpc.StatusCode.OK
             return response
@@ -335,25 +293,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         tokenize = runtime.tokenization.tokenize
         if size <= INLINE_BYTES and given_in_ids(request):
             return guarded(tokenize, request)
-        return await self._on_tokenizer(tokenize, request)
-
-    async def _on_tokenizer(self, tokenize: Callable[[M], T], request: M) -> T:
-        """Runs on a tokenizer's thread. Raises Overloaded where too many bytes wait for one."""
-        size = request.ByteSize()
-        with self._tokenizing_lock:
-            waiting, limit = self._tokenizing_bytes, self._max_tokenizing_bytes
-            if waiting and waiting + size > limit:  # an idle service takes whatever a request may be
-                told = f"{waiting} bytes wait to be tokenized and this request has {size}: the limit is {limit}"
-                raise Overloaded(told)
-            self._tokenizing_bytes += size
-        work = self._tokenizers.submit(guarded, tokenize, request)
-        # Not where the await ends: a thread goes on with the text of a caller who has gone.
-        work.add_done_callback(lambda _: self._tokenized(size))
-        return await asyncio.wrap_future(work)
-
-    def _tokenized(self, size: int) -> None:
-        with self._tokenizing_lock:
-            self._tokenizing_bytes -= size
+        return await self.tokenizers.run(tokenize, request, size)
 
     def _accepting(self) -> Runtime:
         if self._refusing is not None:

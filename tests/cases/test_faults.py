@@ -153,7 +153,7 @@ def settled(server):
             while (
                 server.runtime.batcher.queued_tokens
                 or pages_in_use(server.runtime.batcher)
-                or server.at.service._tokenizing_bytes
+                or server.at.service.tokenizers.bytes
             ):
                 await asyncio.sleep(0.005)
 

@@ -10,8 +10,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from scorer.client import CHANNEL_OPTIONS, ROUND_ROBIN, AsyncScorerClient, ScorerClient
 from scorer.demo import LOOPBACK_OPTIONS
 from scorer.metrics import Metrics
+from scorer.register import register
 from scorer.server import SERVICE
-from scorer.service import ScorerService, register
+from scorer.service import ScorerService
 from tests.scorer.test_server import Life, run
 from tests.scorer.test_service import FakeRuntime
 

@@ -29,8 +29,9 @@ from scorer.errors import InvalidRequest, Violation
 from scorer.logs import formatter
 from scorer.memory import MemoryPlan
 from scorer.metrics import Metrics
+from scorer.register import register
 from scorer.runtime import Runtime
-from scorer.service import ScorerService, register
+from scorer.service import ScorerService
 from scorer.tokenization import DocumentTokens, Label, Status, Tokenized
 from tests.tiny import tiny_model_dir
 
@@ -717,14 +718,14 @@ def test_bytes_that_wait_for_the_tokenizer_are_bounded():
             calls = []
             for bytes_ in (3000, 6000, 9000):
                 calls.append(asyncio.create_task(at.client.score("q", ["a" * 3000])))
-                await until(lambda bytes_=bytes_: at.service._tokenizing_bytes > bytes_)
+                await until(lambda bytes_=bytes_: at.service.tokenizers.bytes > bytes_)
             with pytest.raises(ScorerError, match=r"RESOURCE_EXHAUSTED: 90\d\d bytes wait to be tokenized"):
                 await at.client.score("q", ["a" * 3000])
             calls[2].cancel()
-            await until(lambda: at.service._tokenizing_bytes < 7000)  # it had no thread yet
+            await until(lambda: at.service.tokenizers.bytes < 7000)  # it had no thread yet
             gate.set()
             await asyncio.gather(*calls[:2])
-            assert at.service._tokenizing_bytes == 0
+            assert at.service.tokenizers.bytes == 0
             await at.client.score("q", ["a" * 30_000])  # an idle service takes anything legal
             return ended(at.metrics)
 

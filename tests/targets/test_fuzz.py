@@ -20,8 +20,9 @@ from scorer.http.app import make_app
 from scorer.metrics import Metrics
 from scorer.profile import _parse
 from scorer.refusal import Refused
+from scorer.register import decoder
 from scorer.runtime import Runtime
-from scorer.service import ScorerService, _decoder
+from scorer.service import ScorerService
 from tests.scorer.http.test_app import BODIES
 from tests.targets.mutate import Mutator
 from tests.tiny import tiny_model_dir
@@ -69,7 +70,7 @@ def _checked(refusal, data):
 
 
 def test_the_wire(runtime):
-    mutator, decode, ends = Mutator(f"wire {SEED}"), _decoder(pb.ScoreRequest), collections.Counter()
+    mutator, decode, ends = Mutator(f"wire {SEED}"), decoder(pb.ScoreRequest), collections.Counter()
 
     async def one(service, data):
         try:
