@@ -6,6 +6,7 @@ A CTA takes one tile of query rows of one request and one KV head, and scans the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,11 +208,10 @@ def _packed(prefix: int, fresh: int, lengths: Ints, packed_rows: int) -> LaunchS
 
 def bins(lengths: Ints, rows: int) -> tuple[Ints, Ints]:
     """[begin, end) of consecutive items filled up to `rows` tokens; a longer item is a bin of its own."""
-    total = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    total = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]  # a list: it is searched number by number
     begins, begin = [], 0
     while begin < len(lengths):
         begins.append(begin)
-        end = int(np.searchsorted(total, total[begin] + rows, side="right")) - 1
-        begin = max(end, begin + 1)
+        begin = max(bisect_right(total, total[begin] + rows, begin) - 1, begin + 1)
     ends = [*begins[1:], len(lengths)]
     return np.array(begins, np.int32), np.array(ends, np.int32)

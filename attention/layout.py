@@ -201,6 +201,13 @@ def indptr(lengths: Sequence[int] | Ints) -> Ints:
 
 def ranges(first: Ints, count: Ints) -> Ints:
     """The concatenation of first[i], first[i]+1, ... (count[i] of them)."""
-    count = np.asarray(count)
-    before = np.cumsum(count) - count
-    return (np.repeat(np.asarray(first) - before, count) + np.arange(int(count.sum()))).astype(np.int32)
+    first, count = np.asarray(first), np.asarray(count)
+    if not len(count):
+        return np.zeros(0, np.int32)
+    end = np.cumsum(count)
+    shift = first - (end - count)
+    if (shift == shift[0]).all():  # one after the other, as the rows of a layout's items are
+        return np.arange(shift[0], shift[0] + end[-1], dtype=np.int32)
+    out = np.arange(end[-1], dtype=np.int32)
+    out += np.repeat(shift.astype(np.int32), count)
+    return out

@@ -98,6 +98,8 @@ class _Requests:
         return cls(*(np.concatenate([NONE, *(getattr(part, name) for part in parts)]) for name in fields))
 
     def select(self, chosen: NDArray[np.bool_]) -> _Requests:
+        if chosen.all():
+            return self
         rows = ranges(indptr(self.q_lens)[:-1][chosen], self.q_lens[chosen])
         pages = ranges(indptr(self.page_counts)[:-1][chosen], self.page_counts[chosen])
         return _Requests(
@@ -118,7 +120,9 @@ class _Requests:
 def _siblings(layout: Layout, leaves: Ints) -> list[tuple[tuple[int, ...], Ints]]:
     """The leaves by the path that they continue, in order of first appearance."""
     parents = layout.parent[leaves]
-    order = dict.fromkeys(int(p) for p in parents)
+    if len(parents) and (parents == parents[0]).all():
+        return [(layout.path(int(parents[0])), leaves)]
+    order = dict.fromkeys(parents.tolist())
     return [(layout.path(parent), leaves[parents == parent]) for parent in order]
 
 
