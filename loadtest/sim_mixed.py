@@ -28,8 +28,9 @@ T = TypeVar("T")
 PAGE, CACHE_PAGES, BEAM_PAGES = 16, 1 << 14, 1 << 13
 PASS_TOKENS, PASS_ITEMS = 16_384, 1024
 PROMPT, OPTIONS = 1024, BeamOptions(128, 16)
-# Of a step with Qwen3-0.6B's shape on an H200: its launches and weights, then what each beam's row and logits add.
-STEP_SECONDS, BEAM_SECONDS = 1.0e-3, 2.5e-6
+# Of a step with Qwen3-0.6B's shape behind 1,024 tokens on an H200 (loadtest/results/h200-decode: 32 to 512 beams take
+# 1.81 to 2.85 ms): its launches and weights, then what each beam's row and logits add.
+STEP_SECONDS, BEAM_SECONDS = 1.75e-3, 2.1e-6
 PARTS = (0.0, 0.1, 0.2, 0.3)  # of the device's time that searches ask for
 TURNS, WHOLE = "in turns", "in one piece"
 
