@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from batching.batcher import Scheduling
 from batching.window import TRY_AGAIN, Turns
-from tests.batching.fake import FakeDevice, assert_right, batcher, request
+from loadtest.virtual_time import run
+from tests.batching.fake import FakeDevice, PerToken, assert_right, batcher, request, submitted, timed
 
 
 def test_alone_it_is_tried_now_and_then():
@@ -63,26 +65,55 @@ def test_calls_that_come_one_a_turn_share_passes(turns):
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_a_request_is_not_kept_beyond_its_slack():
-    async def scenario():
-        device = FakeDevice()
-        made = batcher(device, pass_tokens=1000)
-        made._turns.brought(100)
-        loop = asyncio.get_running_loop()
-        endless = asyncio.create_task(_endless(made))
-        asked = request([1, 2], [3])
-        assert_right(asked, await made.submit(asked, loop.time() + 0.5))
-        endless.cancel()
-        await asyncio.gather(endless, return_exceptions=True)
-        await made.drain()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-async def _endless(made):
-    """Another request with every turn."""
-    tasks = []
-    for n in range(10_000):
-        tasks.append(asyncio.create_task(made.submit(request([5, n], [n]))))
+async def one_a_turn(made, count, tokens):
+    """Requests, each with another turn of the loop: how many were there when the first pass began."""
+    device, tasks, begun = made._execute, [], 0
+    for n in range(1, count + 1):
+        if not device.batches:
+            begun = n - 1
+        tasks.append(submitted(made, request([100 + n], [n] * tokens)))
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
+    return begun
+
+
+@pytest.mark.parametrize(("deadline", "shared"), [(None, True), (0.5, True), (0.15, False)])
+def test_others_are_let_in_as_long_as_nobody_who_waits_is_late(deadline, shared):
+    """The first takes a tenth of a second, and twice that is kept free for it."""
+
+    async def scenario():
+        made = timed(0.1, scheduling=Scheduling(pass_time=PerToken()), pass_tokens=1000)
+        made._turns.brought(100)
+        first = submitted(made, request([1], [2] * 99), deadline)
+        await asyncio.sleep(0)
+        await one_a_turn(made, 20, 5)
+        await first
+        requests = len({share.request for share in made._execute.batches[0].shares})
+        assert requests > 5 if shared else requests == 1
+        await made.drain()
+
+    run(scenario())
+
+
+def test_nobody_is_let_in_beyond_a_full_pass():
+    async def scenario():
+        made = timed(0.1, scheduling=Scheduling(pass_time=PerToken()), pass_tokens=64)
+        made._turns.brought(100)
+        assert await one_a_turn(made, 40, 9) in range(6, 10), "six of ten tokens and one more fill it"
+        await made.drain()
+
+    run(scenario())
+
+
+def test_what_turns_brought_decides_whether_there_are_more():
+    async def scenario():
+        made = timed(0.001, scheduling=Scheduling(pass_time=PerToken()), pass_tokens=1000)
+        for n in range(4 * TRY_AGAIN):
+            await made.submit(request([n], [n]))
+        alone = made._turns._mean
+        made._turns.brought(100)
+        await one_a_turn(made, 20, 5)
+        assert alone == 0 < made._turns._mean < 25 + 20
+        await made.drain()
+
+    run(scenario())
