@@ -277,6 +277,19 @@ def test_unavailable_is_sent_again_to_another_host_whatever_its_size(tmp_path):
     before(tmp_path, servicers, scenario)
 
 
+def test_where_a_host_stops_no_key_is_sent_to_it_until_its_call_fails(tmp_path):
+    """Maglev draws the next host from the key: with two of them each draw is one in two to be the one that was tried."""
+    servicers = [Stub(grpc.StatusCode.UNAVAILABLE), Stub()]
+
+    async def scenario(stub, envoy):
+        ends = collections.Counter([await ended(stub, f"k{n}") for n in range(600)])
+        assert ends == {"OK": 600}
+        assert servicers[0].calls > 200
+        assert envoy.healthy() == 2
+
+    before(tmp_path, servicers, scenario)
+
+
 def test_a_hot_key_spills_over_and_no_host_gets_more_than_its_bound(tmp_path):
     servicers = [Stub(seconds=0.2) for _ in range(3)]
 
