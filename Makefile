@@ -14,7 +14,7 @@ K8S_VENV ?= .venv-k8s
 K8S_STAMP := $(K8S_VENV)/.stamp
 PROTO := protos/prefixrank/v1/scorer.proto
 
-.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image test-ray fuzz audit load simulate bench-cases soak bench mutants test-families clean
+.PHONY: help demo test check check-rules check-k8s check-image format stubs check-stubs generated test-observe test-envoy test-image test-kernels test-ray fuzz audit load simulate bench-cases soak bench mutants test-families clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -74,6 +74,9 @@ check-image: $(K8S_STAMP)  ## hadolint on the Dockerfile
 test-image: $(STAMP)  ## build the CPU image with buildah and run it: health, one Score, stop (ten minutes from nothing)
 	scripts/test_image.sh $(BIN)/python
 
+test-kernels: $(VENV)/.stamp-kernels  ## the GPU image's build of FlashInfer's kernels, with stand-ins for the compilers (two minutes)
+	PATH="$(CURDIR)/$(VENV)/kernels/bin:$$PATH" PYTHONPATH="$(VENV)/kernels:." $(BIN)/python -m pytest -m target tests/targets/test_kernels.py
+
 test-ray: $(VENV)/.stamp-ray  ## score-file on a local Ray with two workers (two minutes)
 	$(BIN)/python -m pytest -m target tests/targets/test_ray.py
 
@@ -119,6 +122,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(VENV)/.stamp-load: $(STAMP)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[load]'
+	touch $@
+
+$(VENV)/.stamp-kernels: $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/kernels flashinfer-python==0.6.15.post1 \
+	    apache-tvm-ffi==0.1.15.post2 einops==0.8.2 ninja==1.13.2 nvidia-ml-py==13.615.71 tabulate==0.10.0
 	touch $@
 
 $(VENV)/.stamp-ray: $(STAMP)

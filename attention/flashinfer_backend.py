@@ -27,11 +27,10 @@ from attention.layout import Ints, Layout, indptr
 from attention.plans import HeadShape, Launch, MaskKey, MaskKind, PagedKv, Pages, Plan, RaggedKv
 from attention.residency import Residency
 from attention.strategy import Attend, Attention
-from attention.timing import TimeModel, built_in
+from attention.timing import HEAD_DIMS, TimeModel, built_in
 
 WORKSPACE_BYTES = 256 << 20  # split-KV partial results; shared by all wrappers, which run one after the other
 STAGING_BYTES = 32 << 20  # index arrays of one pass
-HEAD_DIMS = (64, 128, 256)
 
 
 class Kernel(StrEnum):

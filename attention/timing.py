@@ -34,6 +34,7 @@ PACKINGS = (64, 128)  # rows of a packed_multi_item request: one tile of fa2 at 
 # fa2 under a custom mask, which skips nothing: 97-117 TFLOP/s over the sizes measured on an H200; not calibrated.
 DENSE_FLOPS = 1.1e14
 KERNELS = ("fa2", "fa3")
+HEAD_DIMS = (64, 128, 256)  # that FlashInfer has them for
 FUSED_ROWS, FUSED_KEYS = 64, 64  # packed rows of a tile of `attention.fused_kernel`, and keys of a block
 FUSED_RESIDENT = 2  # of its CTAs share a processor
 MASKED_BLOCK = 1.3  # blocks without a mask that a masked one costs

@@ -278,7 +278,7 @@ def test_unavailable_is_sent_again_to_another_host_whatever_its_size(tmp_path):
 
 
 def test_where_a_host_stops_no_key_is_sent_to_it_until_its_call_fails(tmp_path):
-    """Maglev draws the next host from the key: with two of them each draw is one in two to be the one that was tried."""
+    """Maglev draws the next host from the key: of two of them, each draw may be the one that was tried."""
     servicers = [Stub(grpc.StatusCode.UNAVAILABLE), Stub()]
 
     async def scenario(stub, envoy):
