@@ -98,6 +98,7 @@ def _load(
             dtype=_dtype(dtype, where, config),
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
+            use_safetensors=True,  # pytorch_model.bin would be taken otherwise: a pickle
         )
     except ModelError:
         raise

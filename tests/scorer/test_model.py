@@ -235,6 +235,16 @@ def test_code_of_the_checkpoint_is_neither_run_nor_asked_about(model_type, tmp_p
     assert not ran.exists()
 
 
+def test_pickled_weights_are_not_opened(tmp_path):
+    saved(tmp_path, "llama", **LLAMA)
+    weights = tmp_path / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "pytorch_model.bin")
+    load(tmp_path)
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"does not load: .*model\.safetensors"):
+        load(tmp_path)
+
+
 # --- contexts
 
 
