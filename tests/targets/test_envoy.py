@@ -44,9 +44,9 @@ def settings(model_dir):
 
 
 @contextmanager
-def three(model_dir):
+def three(model_dir, *more):
     ports = [free_port() for _ in range(3)]
-    servers = [_start(model_dir, port) for port in ports]
+    servers = [_start(model_dir, port, *more) for port in ports]
     try:
         for server in servers:
             server.wait_until_listening()
@@ -57,8 +57,8 @@ def three(model_dir):
                 server.stop()
 
 
-def _start(model_dir, port):
-    return Server(settings(model_dir), port)
+def _start(model_dir, port, *more):
+    return Server([*settings(model_dir), *more], port)
 
 
 @asynccontextmanager
@@ -115,6 +115,33 @@ def test_keys_stick_one_host_dies_under_load_another_drains_and_they_come_back(m
 
     with three(model_dir) as servers, running(tmp_path, [s.target for s in servers]) as envoy:
         asyncio.run(scenario(servers, envoy))
+
+
+def test_an_overload_is_refused_by_the_servers_and_not_sent_again(model_dir, tmp_path):
+    async def one(stub, number):
+        documents = [f"Paris {number} {n} is the capital. " * 8 for n in range(50)]  # equal ones are computed once
+        large = build_request("capital of France", documents)
+        try:
+            return await upstream_of(stub, large, f"k{number % 3}") and "OK"
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+
+    async def scenario(envoy):
+        await envoy.until_healthy(3)
+        async with calling(envoy.target) as stub:
+            ends = collections.Counter(await asyncio.gather(*(one(stub, n) for n in range(90))))
+            await asyncio.sleep(1)
+            assert ends.keys() == {"OK", "RESOURCE_EXHAUSTED"}, ends
+            assert envoy.stat("upstream_rq_retry") == 0
+            assert envoy.stat("outlier_detection.ejections_enforced_total") == 0
+            assert envoy.healthy() == 3
+            assert await ended(stub, "afterwards") == "OK"
+
+    with (
+        three(model_dir, "--max-queue-tokens=20000") as servers,
+        running(tmp_path, [s.target for s in servers]) as envoy,
+    ):
+        asyncio.run(scenario(envoy))
 
 
 def test_http_json_with_curl_and_through_mutual_tls(model_dir, tmp_path):
