@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from scorer.config import cache_dir
+from scorer.errors import StartError
 from scorer.flags import MODEL_SETTINGS, add_settings, config_of
 
 CACHE_EXAMPLE = """example:
@@ -56,7 +57,11 @@ def bench_cache(args: argparse.Namespace) -> int:
 
 
 def _exit_with(args: argparse.Namespace, size: str | None) -> None:
-    sys.exit(_bench_cache(args, size))
+    try:
+        sys.exit(_bench_cache(args, size))
+    except StartError as error:
+        print(f"prefixrank: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _bench_cache(args: argparse.Namespace, size: str | None) -> int:

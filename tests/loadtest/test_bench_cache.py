@@ -37,3 +37,10 @@ def test_several_sizes_run_one_after_the_other(tiny, tmp_path):
     assert main([*tiny, "--size=0.6B", "--size=4B", f"--output={output}"]) == 0
     models = [json.loads(line)["model"] for line in output.read_text().splitlines()]
     assert list(dict.fromkeys(models)) == ["0.6B", "4B"]
+
+
+def test_a_size_that_cannot_start_ends_the_command_with_its_reason(tiny, capfd):
+    assert main([*tiny, "--size=0.6B", "--size=4B", "--max-pass-tokens=100000000"]) == 2
+    told = capfd.readouterr().err
+    assert "prefixrank: " in told
+    assert "Traceback" not in told
