@@ -30,6 +30,9 @@ from tests.tiny import tiny_model_dir
 pytestmark = pytest.mark.target
 
 KEYS = [f"key-{n}" for n in range(120)]
+# Maglev fills its table anew when a host goes: of three hosts with 65,537 places, 0.03 % of the others' move along. Of
+# 80 keys that is one in some forty times, and hardly ever three.
+MAGLEV_MOVES = 2
 REQUEST = build_request("capital of France", ["Paris is the capital.", "Bananas are yellow."])
 OPTIONS = (*LOOPBACK_OPTIONS, *CHANNEL_OPTIONS)
 
@@ -106,7 +109,9 @@ def test_keys_stick_one_host_dies_under_load_another_drains_and_they_come_back(m
                 await envoy.until_healthy(2)
                 after = await homes(stub, REQUEST, KEYS)
                 moved = {key for key in KEYS if after[key] != before[key]}
-                assert moved == {key for key in KEYS if before[key] == address}, "only the dead host's keys move"
+                lost = {key for key in KEYS if before[key] == address}
+                assert lost <= moved
+                assert len(moved - lost) <= MAGLEV_MOVES, "only the dead host's keys move"
                 servers[place] = _start(model_dir, int(address.split(":")[1]))
                 await asyncio.to_thread(servers[place].wait_until_listening)
                 await envoy.until_healthy(3)
