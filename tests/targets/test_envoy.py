@@ -298,11 +298,13 @@ def test_unavailable_is_sent_again_to_another_host_whatever_its_size(tmp_path):
     large = build_request("q", ["x" * 4_000_000])
 
     async def scenario(stub, envoy):
-        for n in range(30):
+        of_first = []  # a third of the keys, by addresses that differ from run to run
+        for n in range(60):
+            calls = servicers[0].calls
             assert await ended(stub, f"k{n}") == "OK"
-        for n in range(6):
-            await upstream_of(stub, large, f"k{n}")
-        assert servicers[0].calls > 5
+            if servicers[0].calls > calls:
+                of_first.append(f"k{n}")
+        await upstream_of(stub, large, of_first[0])
         assert max(servicers[0].bytes) > 4_000_000
         assert envoy.stat("upstream_rq_retry_success") == servicers[0].calls
 
