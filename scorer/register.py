@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer.service import ScorerService
+from scorer.service import SERVICE, ScorerService
 from scorer.undecodable import Undecodable
 
 M = TypeVar("M", bound=Message)
@@ -18,7 +18,6 @@ M = TypeVar("M", bound=Message)
 def register(service: ScorerService, server: grpc.aio.Server) -> None:
     """Like the stubs' add_ScorerServiceServicer_to_server, but bytes that are no message reach the service too, which
     refuses and counts them; grpc itself would answer UNKNOWN."""
-    name = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Score": grpc.unary_unary_rpc_method_handler(
             service.Score, decoder(pb.ScoreRequest), pb.ScoreResponse.SerializeToString
@@ -36,7 +35,7 @@ def register(service: ScorerService, server: grpc.aio.Server) -> None:
             service.GetModelInfo, decoder(pb.GetModelInfoRequest), pb.GetModelInfoResponse.SerializeToString
         ),
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
 def decoder(kind: type[M]) -> Callable[[bytes], M | Undecodable]:
