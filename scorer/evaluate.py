@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -53,20 +55,32 @@ def _scorer(args: argparse.Namespace) -> AbstractContextManager[Score]:
 
 
 def bm25(collection: Collection, queries: Sequence[str], depth: int) -> Scores:
-    """The `depth` best documents of each query by BM25; those that share no word with it are left out."""
-    try:
-        import bm25s
-    except ImportError as error:
-        raise ConfigError(f"{error}: {INSTALL}") from None
+    """The `depth` best documents of each query by BM25, equal ones in the collection's order; those that share no word
+    with it are left out."""
+    bm25s = _bm25s()
     ids = list(collection.documents)
     index = bm25s.BM25(method="lucene")
     index.index(bm25s.tokenize(list(collection.documents.values()), show_progress=False), show_progress=False)
     words = bm25s.tokenize([collection.queries[query] for query in queries], show_progress=False, return_ids=False)
     pools: dict[str, dict[str, float]] = {}
     for query, own in zip(queries, words, strict=True):
-        found, scores = index.retrieve([own], k=min(depth, len(ids)), show_progress=False)
-        pools[query] = {ids[i]: float(s) for i, s in zip(found[0], scores[0], strict=True) if s > 0}
+        known = [word for word in own if word in index.vocab_dict]
+        # `retrieve` would order equal ones by whichever library selects them.
+        scores = index.get_scores(known) if known else np.zeros(len(ids), np.float32)
+        best = np.argsort(-scores, kind="stable")[:depth]
+        pools[query] = {ids[i]: float(scores[i]) for i in best if scores[i] > 0}
     return pools
+
+
+def _bm25s() -> Any:
+    """The library, without a GPU: where JAX is installed it tries it as it is imported, and JAX takes three quarters of
+    a GPU's memory, which the model needs."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ConfigError(f"{error}: {INSTALL}") from None
+    return bm25s
 
 
 def rerank(collection: Collection, pools: Scores, score: Score, args: argparse.Namespace) -> tuple[RunFile, int]:

@@ -2,7 +2,9 @@
 input by file and line."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -114,6 +116,38 @@ def test_the_queries_are_the_first_judged_ones_and_the_pools_bm25s(collection):
         assert len(pool) == DEPTH or not left_out
     title = json.loads((collection / "corpus.jsonl").read_text().splitlines()[0])["title"]
     assert read.documents["<d:0>"].startswith(f"{title} ")
+
+
+def test_equal_documents_stand_in_the_collections_order():
+    texts = ["bananas grow"] * 30 + ["bananas bananas grow"] + ["bananas grow"] * 30
+    documents = {f"d{i}": text for i, text in enumerate(texts)}
+    pool = bm25(Collection(documents, {"q": "bananas"}, {}), ["q"], 40)["q"]
+    assert list(pool) == ["d30", *(f"d{i}" for i in range(39 + 1) if i != 30)][:40]
+
+
+@pytest.mark.parametrize("text", ["", "the of and", "zebra", "?!"])
+def test_a_query_that_shares_no_word_has_no_candidates(text):
+    collection = Collection({"d": "bananas grow", "e": "rice"}, {"q": text, "r": "bananas"}, {})
+    pools = bm25(collection, ["q", "r"], 5)
+    assert {query: list(pool) for query, pool in pools.items()} == {"q": [], "r": ["d"]}
+
+
+def test_jax_where_it_is_installed_leaves_the_gpu_alone(tmp_path):
+    """bm25s runs a product on it when it is imported, and JAX takes three quarters of a GPU's memory."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("")
+    (tmp_path / "jax" / "lax.py").write_text(
+        "import os\nprint('platforms', os.environ.get('JAX_PLATFORMS'))\n"
+        "def top_k(scores, k):\n    print('tried')\n    return scores[:k], scores[:k]\n"
+    )
+    script = """if True:
+        from scorer.collection import Collection
+        from scorer.evaluate import bm25
+        print(list(bm25(Collection({"d": "bananas"}, {"q": "bananas"}, {}), ["q"], 1)["q"]))"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environment.pop("JAX_PLATFORMS", None)
+    told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split("\n")[:3] == ["platforms cpu", "tried", "['d']"]
 
 
 # --- runs that were interrupted
