@@ -69,17 +69,18 @@ def run(
     quantization: str = "none",
     scaling: bool = False,
     invariant: bool = False,
+    shapes: Sequence[Shape] = (),
 ) -> int:
     """Measures and prints; appends JSON lines to `output`.
 
     scaling: one prefix with more and more items instead of the shapes. invariant: each shape again in that mode, and
-    what it costs.
+    what it costs. shapes: empty: all of its own.
     """
     if not torch.cuda.is_available():
         raise ConfigError("bench model needs an NVIDIA GPU")
     console = Console()
+    shapes = SCALING if scaling else shapes or SHAPES
     for name in sizes:
-        shapes = SCALING if scaling else SHAPES
         usual = _rows(console, name, shapes, pass_tokens, quantization, False, output, profile)
         if scaling:
             console.print(_flatness(usual), highlight=False)

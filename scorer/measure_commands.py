@@ -77,8 +77,11 @@ def add_bench_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="of weights (default: none)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write the time by kernel of two shapes there")
+    which = parser.add_mutually_exclusive_group()
+    told = "prefix tokens, tokens of an item, items (default: eight of its own); may be given several times"
+    which.add_argument("--shape", type=_shape, action="append", default=[], metavar="P,S,M", help=told)
     told = "measure 32 to 1000 items of 64 tokens behind a prefix of 512, instead of the shapes"
-    parser.add_argument("--scaling", action="store_true", help=told)
+    which.add_argument("--scaling", action="store_true", help=told)
     told = "measure each shape again in the invariant mode, and tell what it costs"
     parser.add_argument("--invariant", action="store_true", help=told)
 
@@ -87,7 +90,7 @@ def bench_model(args: argparse.Namespace) -> int:
     from loadtest.bench_model import run
 
     modes = (args.quantization, args.scaling, args.invariant)
-    return run(args.size or ["0.6B"], args.output, args.pass_tokens, args.profile, *modes)
+    return run(args.size or ["0.6B"], args.output, args.pass_tokens, args.profile, *modes, args.shape)
 
 
 def add_bench_decode(parser: argparse.ArgumentParser) -> None:
