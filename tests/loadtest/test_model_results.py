@@ -96,17 +96,31 @@ def test_the_open_loop_of_texts():
         assert set(row["codes"]) <= {"OK", "RESOURCE_EXHAUSTED"}, "nothing that was accepted timed out"
 
 
+def test_the_turns_of_the_caches_cost():
+    turns = {}
+    for row in results("h200-cache/cache.jsonl"):
+        turns.setdefault((row["model"], row["what"]), []).append(row["items_per_s"])
+    wide = turns.pop(("0.6B", "no cache"))
+    assert f"0.6B's turns lie between {min(wide):,.0f}\nand {max(wide):,.0f} items/s, all others within 0.8 %" in README
+    for (_, what), found in turns.items():
+        if what in ("no cache", "cache that misses"):
+            assert max(abs(one / median(found) - 1) for one in found) < 0.008
+
+
 def test_what_the_cache_saves_and_costs():
-    rows = results("h200-cache/cache.jsonl")
-    by_key = {(row["what"], row["prefixes"], row["at_once"]): row for row in rows}
-    alone = [by_key["calls", kind, 1]["p50_ms"] for kind in ("new", "cached")]
-    together = [by_key["calls", kind, 32]["items_per_s"] for kind in ("new", "cached")]
-    pairs = [by_key["two in a pass", kind, 1]["p50_ms"] for kind in ("apart", "shared")]
-    none, missing = (
-        median(r["items_per_s"] for r in rows if r["what"] == w) for w in ("no cache", "cache that misses")
-    )
-    text = README[README.index("`prefixrank bench cache` measures") :].replace("\n", " ")
-    assert "takes {:.1f} ms behind a new prefix and {:.1f} behind".format(*alone) in text
-    assert "get {:,.0f} and {:,.0f} items/s".format(*together) in text
-    assert "take {:.1f} ms over two prefixes and {:.1f} over one".format(*pairs) in text
-    assert f"hits costs {1 - missing / none:.1%} of the items/s" in text
+    lines = README[README.index("| shape | one call, prefix new") :].splitlines()[2:]
+    told = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
+    measured = results("h200-cache/cache.jsonl")
+    assert [cells[0] for cells in told] == sorted({row["model"] for row in measured})
+    for size, *cells in told:
+        rows = [row for row in measured if row["model"] == size]
+        by_key = {(row["what"], row["prefixes"], row["at_once"]): row for row in rows}
+        none, missing = (
+            median(r["items_per_s"] for r in rows if r["what"] == w) for w in ("no cache", "cache that misses")
+        )
+        assert cells == [
+            *(f"{by_key['calls', kind, 1]['p50_ms']:.1f} ms" for kind in ("new", "cached")),
+            *(f"{by_key['calls', kind, 32]['items_per_s']:,.0f}" for kind in ("new", "cached")),
+            *(f"{by_key['two in a pass', kind, 1]['p50_ms']:.1f} ms" for kind in ("apart", "shared")),
+            f"{missing / none - 1:+.1%}",
+        ]
