@@ -16,7 +16,7 @@ from attention.flashinfer_backend import FlashInferAttention, Kernel  # noqa: E4
 from attention.kv_pages import KvPages  # noqa: E402
 from attention.layout import Layout, Segment, unshared  # noqa: E402
 from attention.planner import plan  # noqa: E402
-from attention.plans import ITEM_LIMITED, HeadShape, MaskKey, MaskKind, Pages, Strategy  # noqa: E402  # noqa: E402
+from attention.plans import ITEM_LIMITED, HeadShape, MaskKey, MaskKind, Pages, Strategy  # noqa: E402
 from attention.torch_backend import TorchAttention  # noqa: E402
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -83,13 +83,26 @@ def attentions(made, kernel):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("strategy", Strategy)
 def test_every_token_is_close_to_float32(strategy, dtype, kernel, shape, group):
+    check_every_token(strategy, dtype, kernel, shape, group, 128)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernel", Kernel)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("strategy", Strategy)
+def test_every_token_is_close_to_float32_with_heads_of_64(strategy, dtype, kernel, shape):
+    """As in the embedded model, which has three query heads a KV head."""
+    check_every_token(strategy, dtype, kernel, shape, 3, 64)
+
+
+def check_every_token(strategy, dtype, kernel, shape, group, dim):
     rng = np.random.default_rng(0)
     layout = Layout.of(SHAPES[shape])
     if strategy is Strategy.NAIVE:
         if layout.cached.any():
             pytest.skip("naive caches nothing")
         layout, _ = unshared(layout)
-    kv_heads, dim = 2, 128
+    kv_heads = 2
     heads = kv_heads * group
     made = HeadShape(heads, kv_heads, dim, dim**-0.5, dtype)
     pages = Pages(PAGE, 512, (None,) * layout.segments) if strategy is Strategy.NAIVE else pages_for(layout, rng)
