@@ -330,6 +330,7 @@ class Batcher:
                     await self._let_in()
                 if parts := self._compose():
                     self._start(parts)
+                    await asyncio.sleep(0)  # the device gets it before the next one is thought of
                 elif self._jobs:  # all that waits is in a running pass, or its prefix on its way from a tier
                     await self._something()
         except Exception as error:
