@@ -108,10 +108,11 @@ class FastBeams:
         """Captures every graph, compiles what runs beside them, and returns the seconds."""
         started = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for beams in reversed(BUCKETS):
             for strategy, consecutive in KINDS:
                 key = StepKey(beams, strategy, consecutive)
-                self._capture(key, pool)
+                self._capture(key, pool, side)
                 self._advance(self._graphs[key].found, 1)
         torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -225,10 +226,9 @@ class FastBeams:
         return self._head.best(self._scores(key), CONTINUATIONS * _capacity(key))
 
     @torch.inference_mode()
-    def _capture(self, key: StepKey, pool: Any) -> None:
+    def _capture(self, key: StepKey, pool: Any, side: torch.cuda.Stream) -> None:
         """A step of no beams, run once to warm up and captured: nothing is kept."""
         self._ints.zero_()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._step(key)

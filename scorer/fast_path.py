@@ -101,6 +101,9 @@ class FastPath:
         self._hidden = torch.zeros(most_tokens, model.width, dtype=model.dtype, device=model.device)
         self._logits = torch.zeros(most_tokens, LABELS, dtype=torch.float32, device=model.device)
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures: every stream that ran a product keeps a workspace of its own.
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream(model.device)
         most = max(
             places(GraphKey(most_tokens, most_tokens, True, split), self._cut)[1]
             for split in {False, not mode.invariant}
@@ -207,13 +210,12 @@ class FastPath:
         used = fill(_empty(), key, parts, self._cut, host)
         self._ints[:used].copy_(torch.from_numpy(host[:used]))
         views = {p.name: self._ints[p.begin : p.end].view(p.shape) for p in parts}
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._side.wait_stream(self._stream)
+        with torch.cuda.stream(self._side):
             self._run(views, key.paged, key.split)
-        torch.cuda.current_stream().wait_stream(side)
+        self._stream.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
             results = self._run(views, key.paged, key.split)
             hidden, logits = self._hidden[: key.reads], self._logits[: key.reads]
             for kept, result in zip((hidden, logits), results, strict=True):
@@ -283,7 +285,7 @@ class FastPath:
         wanted = np.flatnonzero(batch.normalize).astype(np.int32)
         lse_host = to_host(self._log_sum_exp(hidden, wanted)) if len(wanted) else None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        done.record(self._stream)  # finding the current one costs more than recording
 
         def wait() -> Reads:
             done.synchronize()

@@ -9,9 +9,10 @@ from attention.layout import Ints
 
 
 class Staging:
-    """Pinned ints that travel in one piece."""
+    """Pinned ints that travel in one piece, on the stream that is current where this is made."""
 
     def __init__(self, size: int) -> None:
+        self._stream = torch.cuda.current_stream()
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=True)
         self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -23,7 +24,7 @@ class Staging:
 
     def upload(self, to: Tensor, used: int) -> None:
         to[:used].copy_(self._host[:used], non_blocking=True)
-        self._uploaded.record()
+        self._uploaded.record(self._stream)  # finding the current one costs more than recording
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -202,6 +202,19 @@ def test_fp8_keeps_the_order():
     assert len(set(rough.tolist())) >= 20
 
 
+@pytest.mark.parametrize("size", ["0.6B", "4B"])
+def test_fp8_keeps_the_order_of_whole_models(size):
+    whole, asked = random_model(SIZES[size]), [request(256, [48] * 30, seed) for seed in (13, 14, 15)]
+    found = []
+    for fp8 in (False, True):  # plain first: both are made of the model's own weights
+        made = FastPath(whole, KvPages(1, 16), 0, 8192, 2048, Mode(fp8=fp8))
+        found.append([log_odds(scores(made, group(one))[0]) for one in asked])
+    told = [(spearman(plain, rough), len(set(rough.tolist()))) for plain, rough in zip(*found, strict=True)]
+    print(f"{size}: rank correlation of FP8 and bf16, distinct values of 30: {told}")
+    assert min(correlation for correlation, _ in told) >= 0.95
+    assert min(distinct for _, distinct in told) >= 20
+
+
 def test_nan_of_one_item_spoils_neither_its_neighbours_nor_later_passes():
     made, bad = path(), 149_999
     engine = Engine(model(), make("torch", KvPages(1024, 16)), 16, 512, fast=made)
