@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.plans import MaskKey
-from scorer.fused_ops import add_rms_norm, quantize, rms_norm, rotate, silu_mul
+from scorer.fused_ops import add_rms_norm, quantize, rms_norm, rotate, silu_mul, swiglu, swiglu_rows
 from scorer.model import ScoringModel
 from scorer.quantized import FP8, FP8_MAX, Quantized, Rows, in_fp8
 
@@ -77,6 +77,7 @@ class FusedModel:
 
     heads, kv_heads, head_dim, scale, layers  of the model
     chunk_rows  that the wide middle of the MLP exists for at a time
+    swiglu_rows  of a pass, from which on gate, up and their product are one kernel; None: never
     """
 
     def __init__(self, model: ScoringModel, positions: int, fp8: InFp8 | bool = False) -> None:
@@ -96,6 +97,7 @@ class FusedModel:
         self.layers = len(self._layers)
         self.device = model.device
         self.chunk_rows = MLP_ROWS
+        self.swiglu_rows = _swiglu_rows(self._layers)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, reads: Tensor | None, attend: FusedAttend) -> Tensor:
@@ -125,7 +127,8 @@ class FusedModel:
     def _mlp(self, layer: FusedLayer, y: Rows) -> Tensor:
         """In parts, so that its wide middle stays small."""
         first, *others = _parts(y, self.chunk_rows)
-        done = layer.down(silu_mul(layer.gate_up(first), layer.down.quantized))
+        fused = self.swiglu_rows is not None and _rows(y) >= self.swiglu_rows  # the same for all parts of a pass
+        done = layer.down(_middle(layer, first, fused))
         if not others:
             return done
         out, begin = done.new_empty((_rows(y), done.shape[1])), len(done)
@@ -133,7 +136,7 @@ class FusedModel:
         del done
         for part in others:
             end = begin + _rows(part)
-            out[begin:end] = layer.down(silu_mul(layer.gate_up(part), layer.down.quantized))
+            out[begin:end] = layer.down(_middle(layer, part, fused))
             begin = end
         return out
 
@@ -150,6 +153,24 @@ class FusedModel:
         if reads is not None:
             mixed = mixed.index_select(0, reads)
         return layer.out(quantize(mixed) if layer.out.quantized else mixed)
+
+
+def _middle(layer: FusedLayer, y: Rows, fused: bool) -> Rows:
+    """[n, ffn] silu of gate, times up. fused: by one kernel, where the layer's projections let it."""
+    if fused and (weight := _plain_gate_up(layer)) is not None:
+        return swiglu(cast(Tensor, y), weight)
+    return silu_mul(layer.gate_up(y), layer.down.quantized)
+
+
+def _plain_gate_up(layer: FusedLayer) -> Tensor | None:
+    """[2 ffn, hidden] the weight that `swiglu` takes; None where the layer is in FP8 there."""
+    return layer.gate_up.weight if isinstance(layer.gate_up, PlainLinear) and not layer.down.quantized else None
+
+
+def _swiglu_rows(layers: tuple[FusedLayer, ...]) -> int | None:
+    """See `FusedModel`. The layers' shapes are alike."""
+    weights = [weight for layer in layers if (weight := _plain_gate_up(layer)) is not None]
+    return swiglu_rows(weights[0]) if weights else None
 
 
 def _rows(y: Rows) -> int:
@@ -189,6 +210,11 @@ class PlainLinear:
 
     def __init__(self, linear: nn.Linear) -> None:
         self._linear = linear
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in]"""
+        return self._linear.weight
 
     def __call__(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._linear(x))

@@ -5,12 +5,18 @@ They round where transformers' modules round, so that both bodies and the module
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from scorer.quantized import FP8, FP8_MAX, Quantized, Rows
 
+HOPPER = (9, 0)  # compute capability
+# Of a pass, from which on `swiglu`'s kernel is used. On an H200 it takes 0.94, 0.87 and 0.96 of the time of product and
+# `silu_mul` at 1,024 rows of Qwen3-0.6B, 4B and 8B, 0.86, 0.93 and 0.95 at 16,384, and 1.05 to 1.35 at 256.
+SWIGLU_ROWS = 1024
 BLOCK_ROWS = 4096  # the bodies in torch take so many rows at a time: their temporaries are in fp32
 
 
@@ -97,6 +103,29 @@ def silu_mul(gate_up: Tensor, quantized: bool = False) -> Rows:
         return fused_triton.silu_mul_quantized(gate_up) if quantized else fused_triton.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=1)
     return _finish(functional.silu(gate) * up, quantized)
+
+
+def swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """`silu_mul` of the product: [n, ffn] from x [n, hidden] and weight [2 ffn, hidden], both contiguous.
+
+    On a GPU the products are never written. A row's result depends on no other row, nor on how many there are.
+    """
+    if x.is_cuda:
+        from scorer import fused_triton
+
+        return fused_triton.swiglu(x, weight)
+    return cast(Tensor, silu_mul(functional.linear(x, weight)))
+
+
+def swiglu_rows(weight: Tensor) -> int | None:
+    """Rows of a pass from which on `swiglu` is faster than a product and `silu_mul`; None: it has no kernel here.
+
+    weight: [2 ffn, hidden]
+    """
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) != HOPPER:
+        return None
+    fits = weight.is_contiguous() and weight.shape[1] % 8 == 0 and len(weight) % 16 == 0
+    return SWIGLU_ROWS if fits and weight.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

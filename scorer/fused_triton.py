@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +13,26 @@ from torch import Tensor
 from scorer.quantized import FP8, FP8_MAX, Quantized, Rows
 
 SILU_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """How `swiglu` is built: rows, and columns of each half, that a program computes at once; depth of a step;
+    warps; steps that are loaded ahead.
+
+    group    tiles of so many rows follow one another at each column: what they share stays in the L2 cache
+    flatten  the next tile is loaded while one is stored
+    per_sm   programs at once on a multiprocessor
+    """
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    warps: int = 8
+    stages: int = 4
+    group: int = 8
+    flatten: bool = True
+    per_sm: int = 1
 
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, quantized: bool) -> Rows:
@@ -144,8 +167,14 @@ def _silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     inside = at < WIDTH
     gate = tl.load(gate_up + row * (2 * WIDTH) + at, inside, 0.0)
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + at, inside, 0.0)
+    tl.store(out + row * WIDTH + at, _gated(gate, up), inside)
+
+
+@triton.jit
+def _gated(gate, up):
+    """silu(gate) * up, each step rounded to their type."""
     wide = gate.to(tl.float32)
-    tl.store(out + row * WIDTH + at, (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up, inside)
+    return (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up
 
 
 def silu_mul_quantized(gate_up: Tensor) -> Quantized:
@@ -164,6 +193,59 @@ def _silu_mul_quantized(gate_up, out, scales, WIDTH: tl.constexpr, BLOCK: tl.con
     inside = at < WIDTH
     gate = tl.load(gate_up + row * (2 * WIDTH) + at, inside, 0.0)
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + at, inside, 0.0)
-    wide = gate.to(tl.float32)
-    product = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up
-    _store(product, out, scales, row, at, inside, WIDTH, True, MOST)
+    _store(_gated(gate, up), out, scales, row, at, inside, WIDTH, True, MOST)
+
+
+def swiglu(x: Tensor, weight: Tensor, tile: ProductTile = ProductTile()) -> Tensor:
+    """See `scorer.fused_ops.swiglu`, with its widths multiples of 8: the memory accelerator's rows are whole 16 bytes,
+    and what a tile has beyond the arrays is loaded as zeros and not stored."""
+    (n, hidden), ffn = x.shape, len(weight) // 2
+    assert hidden % 8 == ffn % 8 == 0, f"widths {hidden} and {ffn} are no multiples of 8"
+    out = torch.empty((n, ffn), dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(n, tile.rows) * triton.cdiv(ffn, tile.columns)
+    _swiglu[(min(tiles, tile.per_sm * _multiprocessors(x.device)),)](
+        _descriptor(x, [tile.rows, tile.depth]),
+        _descriptor(weight.view(2, ffn, hidden), [2, tile.columns, tile.depth]),
+        _descriptor(out, [tile.rows, tile.columns]),
+        n, HIDDEN=hidden, FFN=ffn, M=tile.rows, N=tile.columns, K=tile.depth, GROUP=tile.group, FLATTEN=tile.flatten,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of the GPU; one where there is none, for Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _descriptor(x: Tensor, block: list[int]) -> Any:
+    """x as the memory accelerator takes it, in blocks."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+
+
+# n is no constant of the kernel: a pass of any length runs what was compiled at the start.
+@triton.jit(do_not_specialize=["n"])
+def _swiglu(
+    x, weight, out, n, HIDDEN: tl.constexpr, FFN: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """x [n, HIDDEN]; weight [2, FFN, HIDDEN]; out [n, FFN]. Each row is summed in one order, whatever n is.
+
+    A block of gate's rows and one of up's are one operand: [2 N, K], loaded at once, fills the widest product that
+    the tensor cores have. The halves of the result lie in the same threads.
+    """
+    rows = tl.cdiv(n, M)
+    columns: tl.constexpr = (FFN + N - 1) // N
+    for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=FLATTEN):
+        first = tile // (GROUP * columns) * GROUP
+        group = tl.minimum(rows - first, GROUP)
+        row = (first + tile % (GROUP * columns) % group) * M
+        column = tile % (GROUP * columns) // group * N
+        sums = tl.zeros([M, 2 * N], tl.float32)
+        for k in tl.range(0, HIDDEN, K):
+            halves = tl.reshape(weight.load([0, column, k]), [2 * N, K])
+            sums = tl.dot(x.load([row, k]), tl.trans(halves), sums)
+        gate, up = tl.split(tl.permute(tl.reshape(sums, [M, 2, N]), (0, 2, 1)))
+        out.store([row, column], _gated(gate.to(out.dtype), up.to(out.dtype)))

@@ -10,7 +10,7 @@ from attention.planner import plan
 from attention.plans import MaskKey, Pages, Strategy
 from attention.torch_backend import TorchAttention
 from scorer.fused_model import FusedModel, refusal
-from scorer.fused_ops import quantize
+from scorer.fused_ops import quantize, swiglu, swiglu_rows
 from tests.models import FAMILIES, tiny
 
 PLAIN = MaskKey(None, 0.0)
@@ -51,6 +51,42 @@ def test_fusing_holds_no_weight_twice():
         attention = layer.self_attn
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         assert len({part.weight.untyped_storage().data_ptr() for part in parts}) == 1
+
+
+def last_hidden(fused, rows):
+    ids, places = torch.arange(rows, dtype=torch.int32), torch.arange(rows, dtype=torch.int32)
+    return fused.forward(ids, places, None, lambda layer, q, k, v: q)
+
+
+@pytest.mark.parametrize("fp8", [False, lambda layer, name: name == "down", lambda layer, name: name == "gate_up"])
+def test_one_kernel_for_gate_and_up_changes_no_hidden_state(fp8):
+    fused = FusedModel(tiny("qwen3", seed=6), positions=64, fp8=fp8)
+    assert fused.swiglu_rows is None, "a CPU has no such kernel"
+    expected = last_hidden(fused, 50)
+    fused.swiglu_rows = 1
+    assert torch.equal(last_hidden(fused, 50), expected)
+
+
+@pytest.mark.parametrize(("rows", "calls"), [(39, 0), (40, 3), (53, 4)])
+def test_the_rows_of_a_pass_and_not_of_a_part_choose_the_kernel(rows, calls, monkeypatch):
+    """So that a row is computed alike in every part of a pass."""
+    taken = []
+
+    def counted(x, weight):
+        taken.append(len(x))
+        return swiglu(x, weight)
+
+    monkeypatch.setattr("scorer.fused_model.swiglu", counted)
+    model = tiny("qwen3", seed=6)
+    fused = FusedModel(model, positions=64)
+    fused.swiglu_rows, fused.chunk_rows = 40, 15
+    last_hidden(fused, rows)
+    assert len(taken) == calls * fused.layers
+    assert sum(taken) == (rows if calls else 0) * fused.layers
+
+
+def test_only_a_gpu_has_the_kernel():
+    assert swiglu_rows(torch.zeros(64, 32, dtype=torch.bfloat16)) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
