@@ -35,6 +35,24 @@ def test_the_engines_table():
             assert told == ("-" if row is None else f"{row['items_per_s']:,.0f} ({row['ratio']:.0%})")
 
 
+def test_the_engines_other_figures():
+    text = README[README.index("### The engine on one H200") :].replace("\n", " ")
+    rows = {(row["size"], row["quantization"], tuple(row["shape"])): row["items_per_s"] for row in read_rows(MODEL)}
+    for size in ("4B", "8B"):
+        rough, plain = (rows[size, kind, (512, 256, 32)] for kind in ("fp8", "none"))
+        assert re.search(rf"{size} {rough:.0f}(?: items/s)? \({rough / plain:.2f} x", text)
+    found = read_rows(MODEL.with_name("invariant.jsonl"))
+    usual, invariant = ({tuple(r["shape"]): r for r in found if r["invariant"] is kind} for kind in (False, True))
+    slower = [usual[shape]["items_per_s"] / row["items_per_s"] for shape, row in invariant.items()]
+    longer = [row["alone_ms"] / usual[shape]["alone_ms"] for shape, row in invariant.items()]
+    told = f"costs {min(slower):.2f} to {max(slower):.2f} x in items/s and {min(longer):.2f} to {max(longer):.2f} x"
+    assert told in text
+    more = read_rows(MODEL.with_name("scaling.jsonl"))
+    *items, last = (f"{row['items_per_s']:,.0f}" for row in more)
+    assert f"{', '.join(items)} and {last} items/s at 32, 64, 128 and 256 items" in text
+    assert [row["shape"][2] for row in more] == [32, 64, 128, 256]
+
+
 def test_ratios_follow_from_the_floor():
     for row in read_rows(MODEL):
         floor = SIZES[row["size"]].floor(tuple(row["shape"]))
