@@ -16,7 +16,8 @@ EXAMPLE = """example:
 The collection is a directory with corpus.jsonl ("_id", "title", "text"), queries.jsonl ("_id", "text") and qrels.trec.
 Each query's DEPTH best documents by BM25 (bm25s, Lucene's variant, English stop words, no stemming) are scored; nDCG@10
 and MRR (ir_measures) are over the queries to which some document is relevant. The run file is in TREC's format; an
-interrupted run goes on from it. Exit codes: 0; 1 some document got no score; 2 could not begin or go on."""
+interrupted run goes on from it, once a query that is in it got the same scores again. Exit codes: 0; 1 some document
+got no score; 2 could not begin or go on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

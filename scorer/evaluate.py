@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import grpc
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Scores = Mapping[str, Mapping[str, float]]  # by document id, by query id
 INSTALL = "pip install 'prefixrank[eval]'"
+# Scores of one query, scored again, may be so far apart in the mean: in bf16 other neighbours move one by up to 0.12.
+SAME_SCORES = 0.05
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,34 +92,60 @@ def rerank(collection: Collection, pools: Scores, score: Score, args: argparse.N
     failed = 0
     with RunFile(args.run_file, _tag(score, args), {query: list(pool) for query, pool in pools.items()}) as run_file:
         todo = [query for query, pool in pools.items() if pool and query not in run_file.done]
-        if run_file.done:
-            console.print(f"{len(run_file.done)} of {len(pools)} queries are in {args.run_file} already")
+        if done := [query for query in pools if query in run_file.done]:
+            console.print(f"{len(done)} of {len(pools)} queries are in {args.run_file} already")
+            again, _ = _ranked(collection, done[0], pools[done[0]], score, args)
+            _check_same(args.run_file, done[0], run_file.done[done[0]], dict(again))
         for query in track(todo, "queries", console=console, disable=not console.is_terminal):
-            request = build_request(
-                collection.queries[query],
-                [collection.documents[id] for id in pools[query]],
-                ids=list(pools[query]),
-                max_tokens_per_document=args.max_tokens_per_document,
-            )
-            ranking, without = _ranking(_scored(score, request, query))
+            ranking, without = _ranked(collection, query, pools[query], score, args)
             failed += without
             run_file.add(query, ranking)
     return run_file, failed
 
 
+def _ranked(
+    collection: Collection, query: str, pool: Mapping[str, float], score: Score, args: argparse.Namespace
+) -> tuple[Ranking, int]:
+    """One query's documents, and how many got no score: all of them where the model cannot take the query."""
+    request = build_request(
+        collection.queries[query],
+        [collection.documents[id] for id in pool],
+        ids=list(pool),
+        max_tokens_per_document=args.max_tokens_per_document,
+    )
+    try:
+        response = score(request)
+    except ScorerError as error:
+        if error.code is not grpc.StatusCode.INVALID_ARGUMENT:
+            raise _stopped(query, error) from None
+        Console(stderr=True).print(f"query {query} is not scored: {error.message}", highlight=False, markup=False)
+        response = pb.ScoreResponse(results=[pb.DocumentResult(id=id, index=i) for i, id in enumerate(pool)])
+    return _ranking(response)
+
+
+def _check_same(path: Path, query: str, held: Mapping[str, float], again: Mapping[str, float]) -> None:
+    """Weights of the same name may have changed since the run began."""
+    apart = sum(abs(score - again[id]) for id, score in held.items()) / len(held)
+    if not apart <= SAME_SCORES:
+        raise ConfigError(
+            f"{path} holds another model's run, or one in another precision: the scores of query {query} are "
+            f"{apart:.3g} apart in the mean; name another file, or remove it"
+        )
+
+
 def _tag(score: Score, args: argparse.Namespace) -> str:
     """What tells runs apart whose scores may differ."""
-    made = _scored(score, build_request("a query", ["a document"]), "of the first try")
+    try:
+        made = score(build_request("a query", ["a document"]))
+    except ScorerError as error:
+        raise _stopped("of the first try", error) from None
     parts = [made.model, made.profile, made.profile_revision, f"depth={args.depth}"]
     parts += [f"cut={args.max_tokens_per_document}"] * bool(args.max_tokens_per_document) + ["plain"] * args.plain
     return quote(":".join(parts), safe=":=")
 
 
-def _scored(score: Score, request: pb.ScoreRequest, query: str) -> pb.ScoreResponse:
-    try:
-        return score(request)
-    except ScorerError as error:
-        raise StartError(f"query {query}: {error}; what was scored before it stays in the run file") from None
+def _stopped(query: str, error: ScorerError) -> StartError:
+    return StartError(f"query {query}: {error}; what was scored before it stays in the run file")
 
 
 def _ranking(response: pb.ScoreResponse) -> tuple[Ranking, int]:

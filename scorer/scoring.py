@@ -56,9 +56,20 @@ def here(config: Config, timeout: float) -> Iterator[Score]:
 @contextmanager
 def plain(config: Config) -> Iterator[Score]:
     """By transformers' own forward, one document at a time: to compare with."""
+    from scorer.client import ScorerError
+    from scorer.errors import InvalidRequest
+    from scorer.refusal import STATUS_CODES
+
     runtime = _loaded(config)
+
+    def score(request: pb.ScoreRequest) -> pb.ScoreResponse:
+        try:
+            return _one_at_a_time(runtime, request)
+        except InvalidRequest as error:
+            raise ScorerError(STATUS_CODES[InvalidRequest], str(error)) from None
+
     try:
-        yield lambda request: _one_at_a_time(runtime, request)
+        yield score
     finally:
         runtime.close()
 

@@ -193,7 +193,9 @@ def test_what_is_done_is_not_scored_again(whole, collection, model, tmp_path):
     for queries in (2, None, 1, None):
         reranked(read, pools, queries, score, path)
     judged = [read.queries[q] for q in read.first_judged(None)]
-    assert [text for text in asked if text != "a query"] == judged, "each query once, in order"
+    first, *scored = [text for text in asked if text != "a query"]
+    assert scored == [judged[1], judged[0], *judged[2:], judged[0], judged[0]], "once each, and the first to compare"
+    assert first == judged[0]
     assert len(path.read_text().splitlines()) == sum(map(len, pools.values()))
 
 
@@ -201,6 +203,45 @@ def reranked(read, pools, queries, score, path):
     args = SimpleNamespace(run_file=path, depth=DEPTH, max_tokens_per_document=0, plain=False)
     chosen = read.first_judged(queries)
     return rerank(read, {query: pools[query] for query in chosen}, score, args)
+
+
+@pytest.mark.parametrize("queries", [2, None], ids=["all that was scored", "more"])
+def test_the_run_of_a_model_that_was_trained_since_is_not_continued(queries, collection, tmp_path):
+    read = Collection.read(collection)
+    pools, path = bm25(read, read.first_judged(None), DEPTH), tmp_path / "a.run"
+
+    def model(change):
+        def score(request):
+            results = [
+                pb.DocumentResult(id=d.id, index=i, score=i + change * (i % 2)) for i, d in enumerate(request.documents)
+            ]
+            return pb.ScoreResponse(results=results, model="m", profile="p", profile_revision="r")
+
+        return score
+
+    reranked(read, pools, 2, model(0.0), path)
+    reranked(read, pools, 2, model(0.02), path)  # rounding
+    before = path.read_text()
+    with pytest.raises(ConfigError, match=r"a\.run holds another model's run.* scores of query q0 are 0\.\d+ apart"):
+        reranked(read, pools, queries, model(0.5), path)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("more", [[], ["--plain"]], ids=["service", "plain"])
+def test_a_query_that_the_model_cannot_take_stops_no_other(more, collection, model, tmp_path, capsys):
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("corpus.jsonl", "qrels.trec"):
+        (own / name).write_text((collection / name).read_text())
+    lines = [json.loads(line) for line in (collection / "queries.jsonl").read_text().splitlines()]
+    lines[1]["text"] = "bananas " * 5000
+    (own / "queries.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert main(arguments(own, model, tmp_path / "a.run", *more)) == 1
+    told = capsys.readouterr()
+    assert "query q1 is not scored" in told.err
+    assert "query.text" in told.err
+    ranked = [line.split()[0] for line in (tmp_path / "a.run").read_text().splitlines()]
+    assert set(ranked) == {f"q{i}" for i in range(QUERIES - 1)}
 
 
 def test_documents_without_a_score_are_last_and_told(collection, tmp_path):
