@@ -27,7 +27,10 @@ class PageCopies:
     are filled, or writes those that are read. Threads may share it.
     """
 
-    def __init__(self, kv_pages: KvPages, codec: Codec, shapes: Shapes, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kv_pages: KvPages, codec: Codec, shapes: Shapes, dtype: torch.dtype, device: str | torch.device = "cpu"
+    ) -> None:
+        """Makes the layers' pages where no pass has: what a restart finds in a tier, the first request can use."""
         self._kv_pages = kv_pages
         self._codec = codec
         self._parts = [shape for pair in shapes for shape in pair]
@@ -36,16 +39,14 @@ class PageCopies:
         self._stream: torch.cuda.Stream | None = None
         sizes = [codec.size(shape, dtype) for shape in self._parts]
         self._bounds = np.cumsum([0, *sizes]).tolist()
+        for layer, pair in enumerate(shapes):
+            k, v = (torch.empty(0, *shape[1:], dtype=dtype, device=device) for shape in pair)
+            kv_pages.layer(layer, k, v)
 
     @property
     def row_bytes(self) -> int:
         """Of one page."""
         return int(self._bounds[-1])
-
-    @property
-    def ready(self) -> bool:
-        """Whether every layer has its pages: from the end of the first pass on."""
-        return 2 * self._kv_pages.layers == len(self._parts)
 
     @torch.inference_mode()
     def out(self, pages: Ints) -> list[Tensor]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
+import transformers
 
 from attention.kv_pages import KvPages
+from scorer.build import build_version
 from scorer.config import Config
 from scorer.errors import ConfigError
+from scorer.fingerprint import checkpoint_of
 from scorer.kv_codec import CODECS
 from scorer.kv_copies import PageCopies
 from scorer.kv_entry import namespace_of
@@ -19,29 +21,9 @@ from scorer.kv_stores import HostStore, Store
 from scorer.kv_tiers import KvTiers
 from scorer.model import ScoringModel
 
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # of each file of weights: a checkpoint of the same shape differs nearly everywhere
 
-
-def fingerprint(source: str) -> bytes:
-    """Tells checkpoints apart by what is in them, wherever they lie: sizes, small files, and samples of large ones."""
-    path = Path(source)
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    digest = blake2b(digest_size=16)
-    for file in files:
-        if not file.exists():
-            digest.update(source.encode())  # a repository of the hub
-            continue
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as opened:
-            for n in range(SAMPLES):
-                opened.seek(size * n // SAMPLES)
-                digest.update(opened.read(SAMPLE_BYTES))
-    return digest.digest()
-
-
-def make_tiers(config: Config, model: ScoringModel, kv_pages: KvPages, identity: bytes) -> KvTiers | None:
-    """None where the settings want none. identity: of model and profile. Raises ConfigError."""
+def make_tiers(config: Config, model: ScoringModel, kv_pages: KvPages, source: str, revision: str) -> KvTiers | None:
+    """None where the settings want none. source: of the model; revision: the profile's. Raises StartError."""
     if not (config.kv_host_bytes or config.kv_file or config.kv_remote):
         return None
     if config.cache_tokens == 0:
@@ -51,9 +33,15 @@ def make_tiers(config: Config, model: ScoringModel, kv_pages: KvPages, identity:
         (_page_shape(layer.kv_heads, layer.head_dim, config), _page_shape(layer.kv_heads, layer.value_dim, config))
         for layer in model.layers
     ]
-    namespace = namespace_of(identity, codec.name, str(model.dtype), shapes)
-    copies = PageCopies(kv_pages, codec, shapes, model.dtype)
+    namespace = namespace_of(checkpoint_of(source), revision, codec.name, *_computed_by(config, model), shapes)
+    copies = PageCopies(kv_pages, codec, shapes, model.dtype, model.device)
     return KvTiers(copies, _stores(config, namespace, copies.row_bytes, model.device.type == "cuda"))
+
+
+def _computed_by(config: Config, model: ScoringModel) -> tuple[object, ...]:
+    """What K/V of one checkpoint depends on beside its tokens: another release may round, or mend, differently."""
+    releases = build_version(), transformers.__version__
+    return (str(model.dtype), config.quantization, config.invariant, *releases)
 
 
 def _page_shape(kv_heads: int, head_dim: int, config: Config) -> torch.Size:

@@ -71,8 +71,6 @@ class KvTiers:
 
     def found(self, keys: Sequence[bytes]) -> list[Found]:
         """For each store the leading run that it has, or may have; the fastest first."""
-        if not self._copies.ready:
-            return []
         size = self._copies.row_bytes
         runs = (
             (each, next((n for n, key in enumerate(keys) if not each.store.has(key)), len(keys)))

@@ -23,9 +23,9 @@ from scorer.constraints import read_constraints
 from scorer.device import Device, load_device, source_of
 from scorer.engine import Engine
 from scorer.errors import ModelError, ProfileError
-from scorer.kv_setup import fingerprint, make_tiers
+from scorer.kv_setup import make_tiers
 from scorer.kv_tiers import KvTiers
-from scorer.loading import find, places, tokenizer_place
+from scorer.loading import find, tokenizer_place
 from scorer.memory import MemoryPlan
 from scorer.model import ScoringModel
 from scorer.place import Place
@@ -87,8 +87,7 @@ class Runtime:
         tokenizer = load_tokenizer(tokenizer_place(source), config.allow_download)
         tokenization = Tokenization(tokenizer, profile, limits, model.classes)
         _check_item_end(profile, model, tokenization)
-        identity = b"".join(map(fingerprint, places(source))) + profile.revision.encode()
-        tiers = make_tiers(config, model, device.kv_pages, identity)
+        tiers = make_tiers(config, model, device.kv_pages, source, profile.revision)
         batcher = Batcher(
             engine.execute,
             BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens),
@@ -97,7 +96,7 @@ class Runtime:
             scheduling=Scheduling(
                 shares=FairShares(config.tenant_weights), passes_in_flight=1 if device.fast is None else 2
             ),
-            salt=identity,
+            salt=profile.revision.encode(),  # the pages are this process's, and so this model's
             tiers=None if tiers is None else (tiers, tiers.rates()),
         )
         return cls(

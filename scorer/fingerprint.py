@@ -1,0 +1,94 @@
+"""Which checkpoint it is, by every byte that its K/V depends on: the same wherever it lies, on every machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.hub import cached_file
+from xxhash import xxh3_128
+
+from scorer.errors import ModelError
+from scorer.loading import places
+
+log = logging.getLogger(__name__)
+
+READERS = 8
+BLOCK_BYTES = 16 << 20
+SETTINGS = ("config.json", "adapter_config.json")  # the tokenizer has no part in K/V: blocks are named by token ids
+INDEX = ".safetensors.index.json"
+WHEREABOUTS = ("_name_or_path", "base_model_name_or_path")  # in SETTINGS: where something lay, not what it is
+
+
+def checkpoint_of(source: str) -> bytes:
+    """Of all that the model is made of: a checkpoint, or an adapter and its base model. Reads all of it."""
+    began = time.perf_counter()
+    digest = b"".join(fingerprint(place) for place in places(source))
+    log.info("the checkpoint's fingerprint for the cache's tiers took %.1f s", time.perf_counter() - began)
+    return digest
+
+
+def fingerprint(place: str, hub: Path | None = None) -> bytes:
+    """Of one directory of safetensors, one GGUF file or one repository of the hub, which lies in the cache `hub`.
+
+    Raises ModelError where no weights are found or they cannot be read.
+    """
+    files = _files(_local(place, hub))
+    if not files:
+        raise ModelError(f"{place}: no weights that its K/V could be told apart by")
+    try:
+        with ThreadPoolExecutor(READERS) as pool:
+            digests = list(pool.map(_digest, files.values()))
+    except OSError as error:
+        raise ModelError(f"{error.filename}: {error.strerror}; kept K/V cannot be told apart without it") from None
+    return blake2b(repr(list(zip(files, digests, strict=True))).encode(), digest_size=16).digest()
+
+
+def _local(place: str, hub: Path | None) -> Path:
+    path = Path(place).expanduser()
+    if path.exists():
+        return path
+    try:
+        found = cached_file(place, "config.json", cache_dir=hub, local_files_only=True)
+    except OSError:  # as transformers raises where nothing is there
+        found = None
+    if found is None:
+        raise ModelError(f"model {place!r}: neither a path nor in the hub's cache")
+    return Path(found).parent
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """What the model is read from, by its name within the checkpoint."""
+    if path.is_file():
+        return {"": path}
+    names = {file.name for file in path.iterdir() if file.suffix == ".safetensors" or file.name in SETTINGS}
+    for index in path.glob("*" + INDEX):
+        names |= {index.name, *json.loads(index.read_bytes())["weight_map"].values()}
+    return {name: path / name for name in sorted(names)}
+
+
+def _digest(file: Path) -> bytes:
+    if file.name in SETTINGS:
+        return _of_settings(file.read_bytes())
+    digest = xxh3_128()
+    with file.open("rb", buffering=0) as opened:
+        while block := opened.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.digest()
+
+
+def _of_settings(content: bytes) -> bytes:
+    told = json.dumps(_without(json.loads(content), WHEREABOUTS), sort_keys=True)
+    return xxh3_128(told.encode()).digest()
+
+
+def _without(told: Any, names: Sequence[str]) -> Any:
+    if isinstance(told, dict):
+        return {name: _without(value, names) for name, value in told.items() if name not in names}
+    return [_without(value, names) for value in told] if isinstance(told, list) else told
