@@ -113,6 +113,8 @@ def test_the_error_is_google_rpc_status_to_the_byte():
         (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=-1), "timeout_seconds"),
         (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=float("nan")), "timeout_seconds"),
         (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=float("inf")), "timeout_seconds"),
+        (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=1e308), "timeout_seconds: between 0 and 1e+06"),
+        (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=1.1e6), "timeout_seconds: between 0 and 1e+06"),
     ],
 )
 def test_a_bad_message_is_told_by_field(message, field):
