@@ -274,7 +274,7 @@ def test_shares_follow_weights_and_what_is_not_asked_for_goes_to_the_others():
 
 @pytest.mark.parametrize("weight", [0, -1, 1e-300, 9.9e-4, 1001, math.inf, math.nan])
 def test_a_weight_beyond_the_limits_is_refused(weight):
-    with pytest.raises(ValueError, match="'a' must be between 0.001 and 1000, got"):
+    with pytest.raises(ValueError, match=r"'a' must be between 0\.001 and 1000, got"):
         FairShares({"a": weight})
 
 
