@@ -283,7 +283,9 @@ class Batcher:
 
     def _late(self, job: Job) -> RequestScores:
         """What there is at the deadline. Raises Expired where the caller did not ask for a part."""
-        self.observer.missed()
+        if job.ticket.partial and not job.left:
+            return job.answer(self._clock())  # the last score came at the same moment
+        self._missed(job)
         if job.ticket.partial:
             return job.answer(self._clock())
         raise Expired("the deadline came before this request's scores")
@@ -291,9 +293,15 @@ class Batcher:
     def _left_alone(self, job: Job) -> None:
         """gRPC cancels a call at its deadline, at about the time that ours ends."""
         if job.ticket.deadline is not None and self._clock() >= job.ticket.deadline:
-            self.observer.missed()
+            self._missed(job)
         else:
             self.observer.cancelled()
+
+    def _missed(self, job: Job) -> None:
+        """Counts it once, whoever notices first: who waits for it, the loop, or its caller's own clock."""
+        if not job.missed:
+            job.missed = True
+            self.observer.missed()
 
     def _leave(self, job: Job) -> None:
         self._jobs.pop(job.ticket, None)

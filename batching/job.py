@@ -47,6 +47,7 @@ class Job:
     coming   told once, with a lease of all its pages, when the pass that writes them begins
     lease    its pages, from its first pass on
     cached   prefix tokens that it found computed
+    missed   its deadline came first, and that was counted
     count, total, squares   of the items that it pays for: how many, their tokens, and the sum of their squares
     """
 
@@ -64,6 +65,7 @@ class Job:
     coming: Callable[[Lease], None] | None = None
     lease: Lease | None = None
     cached: int | None = None
+    missed: bool = False
     count: int = 0
     total: int = 0
     squares: int = 0

@@ -19,6 +19,7 @@ PRIORITY_SECONDS = 10.0  # how much earlier a class has its turn than the class 
 STRETCH = 4.0  # a request without a deadline is due after so many times what it takes alone,
 PATIENCE = 0.05  # and so many seconds;
 DISTANT = 1.0  # one with a distant deadline after so many
+FAR = 1e9  # seconds: turns that are further away than this are equal
 TIE_SECONDS = 0.002  # deadlines that are nearer than this are equal: the shorter job goes first
 PROMISE_RESERVE = 0.05  # part of an accepted request's patience that stays free, as predictions are never exact
 SHARE_FILL = 0.85  # part of its share that a tenant may fill while others ask too: arrivals are never even
@@ -80,7 +81,7 @@ def earliest_deadline(ticket: Ticket, now: float) -> tuple[float, ...]:
 
 def by_due(ticket: Ticket, now: float) -> tuple[float, ...]:
     """Ours: what can still be in time before what cannot, then the earliest due, then the shortest."""
-    turn = ticket.due - PRIORITY_SECONDS * ticket.priority
+    turn = max(-FAR, min(ticket.due - PRIORITY_SECONDS * ticket.priority, FAR))
     return (float(ticket.hopeless(now)), math.floor(turn / TIE_SECONDS), ticket.seconds, ticket.submitted)
 
 

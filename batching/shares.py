@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 MEMORY_SECONDS = 2.0  # over which what a tenant asked for is forgotten
 FORGOTTEN = 1e-3  # of the device: a tenant that asks for less is not counted
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3  # between them sums of as many as there may be stay exact enough to divide by
 MAX_TENANTS = 4096  # names come from callers: the least active are forgotten beyond
 
 
@@ -14,11 +15,12 @@ class FairShares:
     """A tenant that asks for less than its share leaves the rest to the others; alone it has the whole device."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """weights: of the tenants that differ from 1. Raises ValueError unless all are above 0."""
+        """weights: of the tenants that differ from 1. Raises ValueError unless all are within the limits."""
         self._weights = dict(weights or {})
         for tenant, weight in self._weights.items():
-            if not (weight > 0 and math.isfinite(weight)):
-                raise ValueError(f"the weight of tenant {tenant!r} must be above 0, got {weight}")
+            if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+                limits = f"between {MIN_WEIGHT:g} and {MAX_WEIGHT:g}"
+                raise ValueError(f"the weight of tenant {tenant!r} must be {limits}, got {weight}")
         self._demand: dict[str, float] = {}
         self._updated = -math.inf
 

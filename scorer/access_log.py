@@ -18,7 +18,7 @@ def log_call(
 ) -> None:
     """One record a call, each value a field that the log's renderer escapes; no text is logged."""
     own = {"documents": len(request.documents), "item_tokens": response.usage.item_tokens}
-    _record("score", request, response, code, seconds, caller, own)
+    _record("score", request, code, seconds, caller, own | _computed(response))
 
 
 def log_search(
@@ -35,20 +35,44 @@ def log_search(
         "sequences": len(response.sequences),
         "steps": response.steps,
     }
-    _record("beam_search", request, response, code, seconds, caller, own)
+    _record("beam_search", request, code, seconds, caller, own | _computed(response))
+
+
+def log_warm(
+    request: pb.WarmPrefixRequest,
+    response: pb.WarmPrefixResponse,
+    code: grpc.StatusCode,
+    seconds: float,
+    caller: Caller,
+) -> None:
+    """The same for a prefix that is computed ahead."""
+    own = {
+        "prefix_tokens": response.prefix_tokens,
+        "cached_prefix_tokens": response.cached_prefix_tokens,
+        "kept_tokens": response.kept_tokens,
+    }
+    _record("warm_prefix", request, code, seconds, caller, own)
+
+
+def _computed(response: pb.ScoreResponse | pb.BeamSearchResponse) -> dict[str, int]:
+    usage = response.usage
+    return {
+        "prefix_tokens": usage.prefix_tokens,
+        "cached_prefix_tokens": usage.cached_prefix_tokens,
+        "computed_tokens": usage.computed_tokens,
+        "passes": response.passes,
+    }
 
 
 def _record(
     event: str,
-    request: pb.ScoreRequest | pb.BeamSearchRequest,
-    response: pb.ScoreResponse | pb.BeamSearchResponse,
+    request: pb.ScoreRequest | pb.BeamSearchRequest | pb.WarmPrefixRequest,
     code: grpc.StatusCode,
     seconds: float,
     caller: Caller,
     own: dict[str, int],
 ) -> None:
     """own: what only this kind of call has."""
-    usage = response.usage
     access_log.info(
         event,
         extra={
@@ -57,10 +81,6 @@ def _record(
             "caller": caller.name,
             "code": code.name,
             **own,
-            "prefix_tokens": usage.prefix_tokens,
-            "cached_prefix_tokens": usage.cached_prefix_tokens,
-            "computed_tokens": usage.computed_tokens,
-            "passes": response.passes,
             "seconds": round(seconds, 4),
         },
     )

@@ -172,7 +172,7 @@ class Config(BaseModel):
     @field_validator("tenant_weights")
     @classmethod
     def _positive(cls, value: dict[str, float]) -> dict[str, float]:
-        FairShares(value)  # says which is not above 0
+        FairShares(value)  # says which is beyond the limits
         return value
 
     @classmethod

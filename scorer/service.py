@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -19,7 +19,7 @@ from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.access import ANYONE, Access, Caller
-from scorer.access_log import log_call, log_search
+from scorer.access_log import log_call, log_search, log_warm
 from scorer.beam_service import beam_search
 from scorer.config import MiB
 from scorer.drift import Sampler, check_forever
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
-T = TypeVar("T")
 Asking = TypeVar("Asking", pb.ScoreRequest, pb.WarmPrefixRequest, pb.BeamSearchRequest)  # all of them name a tenant
+Ahead = TypeVar("Ahead", pb.WarmPrefixRequest, pb.BeamSearchRequest)
+Found = TypeVar("Found", pb.WarmPrefixResponse, pb.BeamSearchResponse)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
 SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix", "BeamSearch"))
@@ -56,6 +57,14 @@ INLINE_BYTES = 64 * 1024
 DEADLINE_SLACK, DEADLINE_SLACK_SECONDS = 0.01, 0.005
 # What partial_ok keeps of the deadline for the reply: so many seconds, and no more than this part of what is left.
 REPLY_SECONDS, REPLY_PART = 0.02, 0.1
+
+
+class _Told(NamedTuple, Generic[Ahead, Found]):
+    """How a call is logged; what stands there for a request that could not be read, and for an answer never given."""
+
+    unread: Ahead
+    nothing: Found
+    log: Callable[[Ahead, Found, grpc.StatusCode, float, Caller], None]
 
 
 class ScorerService(pb_grpc.ScorerServiceServicer):
@@ -198,22 +207,13 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         context: grpc.aio.ServicerContext[pb.WarmPrefixRequest, pb.WarmPrefixResponse],
     ) -> pb.WarmPrefixResponse:
         """Computes a prefix before its documents are known; see the proto."""
-        self._enter()
-        code = grpc.StatusCode.CANCELLED
-        try:
-            remaining = context.time_remaining()
-            deadline = _deadline(remaining)
-            caller = self.access.caller(authorization(context.invocation_metadata()))
-            asked = self._admitted(request, caller)
-            response = await warm(self._accepting(), asked, deadline, self.tokenizers.run)
-            code = grpc.StatusCode.OK
-            return response
-        except Exception as error:  # noqa: BLE001  every call ends with a status
-            refusal = self._refusal(error)
-            code = refusal.code
-            await abort(context, refusal)
-        finally:
-            self._leave(code)
+
+        async def work(asked: pb.WarmPrefixRequest, deadline: float | None) -> pb.WarmPrefixResponse:
+            return await warm(self._accepting(), asked, deadline, self.tokenizers.run)
+
+        return await self._once(
+            request, context, work, _Told(pb.WarmPrefixRequest(), pb.WarmPrefixResponse(), log_warm)
+        )
 
     async def BeamSearch(  # noqa: N802
         self,
@@ -221,17 +221,40 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         context: grpc.aio.ServicerContext[pb.BeamSearchRequest, pb.BeamSearchResponse],
     ) -> pb.BeamSearchResponse:
         """Generates the most probable continuations of a prompt; see the proto."""
-        started, response, caller = time.perf_counter(), pb.BeamSearchResponse(), ANYONE
         span = self._tracer.begin(trace_of(context.invocation_metadata()), "BeamSearch")
-        code = grpc.StatusCode.CANCELLED
-        self._enter()
-        try:
-            remaining = context.time_remaining()
-            deadline = _deadline(remaining)
-            caller = self.access.caller(authorization(context.invocation_metadata()))
-            asked = self._admitted(request, caller)
+
+        async def work(asked: pb.BeamSearchRequest, deadline: float | None) -> pb.BeamSearchResponse:
             response = await beam_search(self._accepting(), asked, deadline, self.tokenizers.run)
             self._metrics.searched(response)
+            return response
+
+        def log_it(
+            read: pb.BeamSearchRequest,
+            response: pb.BeamSearchResponse,
+            code: grpc.StatusCode,
+            seconds: float,
+            caller: Caller,
+        ) -> None:
+            span.end(response, code)
+            log_search(read, response, code, seconds, caller)
+
+        return await self._once(request, context, work, _Told(pb.BeamSearchRequest(), pb.BeamSearchResponse(), log_it))
+
+    async def _once(
+        self,
+        request: Ahead | Undecodable,
+        context: grpc.aio.ServicerContext[Ahead, Found],
+        work: Callable[[Ahead, float | None], Awaitable[Found]],
+        told: _Told[Ahead, Found],
+    ) -> Found:
+        """Answers one call that only gRPC has, counts it once and logs it once. Its status is what the caller saw."""
+        started, caller, code = time.perf_counter(), ANYONE, grpc.StatusCode.CANCELLED
+        remaining, response = context.time_remaining(), told.nothing
+        self._enter()
+        try:
+            deadline = _deadline(remaining)
+            caller = self.access.caller(authorization(context.invocation_metadata()))
+            response = await work(self._admitted(request, caller), deadline)
             code = grpc.StatusCode.OK
             return response
         except asyncio.CancelledError:
@@ -244,9 +267,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             await abort(context, refusal)
         finally:
             self._leave(code)
-            span.end(response, code)
-            read = pb.BeamSearchRequest() if isinstance(request, Undecodable) else request
-            log_search(read, response, code, time.perf_counter() - started, caller)
+            read = told.unread if isinstance(request, Undecodable) else request
+            told.log(read, response, code, time.perf_counter() - started, caller)
 
     async def GetModelInfo(  # noqa: N802
         self,

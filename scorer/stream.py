@@ -11,6 +11,7 @@ from scorer.errors import Violation
 from scorer.refusal import Refused
 from scorer.undecodable import Undecodable
 
+MAX_TIMEOUT_SECONDS = 1e6  # eleven days; who wants no deadline says 0
 MAX_UNDER_WAY = 256  # requests of one stream: with more, it is not read on until some are answered
 
 
@@ -84,8 +85,8 @@ class _Stream:
             return Undecodable(Violation("request.request_id", "", "not empty: answers are matched by it"))
         if request_id in self._under_way:
             return Undecodable(Violation("request.request_id", repr(request_id), "of no request still under way"))
-        if not (timeout >= 0 and math.isfinite(timeout)):
-            return Undecodable(Violation("timeout_seconds", str(timeout), "0 or a number of seconds above it"))
+        if not 0 <= timeout <= MAX_TIMEOUT_SECONDS:
+            return Undecodable(Violation("timeout_seconds", str(timeout), f"between 0 and {MAX_TIMEOUT_SECONDS:g}"))
         self._under_way.add(request_id)
         return message.request
 

@@ -1,6 +1,7 @@
 """What the batcher tells: its callers of load and ends, its observer of passes, each answer of its times."""
 
 import asyncio
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from batching.scheduler import Asked, Ticket
 from batching.select import Choice, Strategy
 from batching.tiering import Rates
 from loadtest.virtual_time import run as virtual
-from tests.batching.fake import FakeDevice, batcher, request, timed
+from tests.batching.fake import FakeDevice, batcher, request, submitted, timed
 
 
 def test_bytes_that_could_not_be_in_time_are_refused_and_counted():
@@ -101,6 +102,29 @@ def test_who_goes_away_is_told_from_who_came_too_late():
         with pytest.raises(Expired, match=r"^the deadline came before this request's scores$"):
             await late
         assert made.observer.counts == {"cancelled": 2, "missed": 1}
+        await made.drain()
+
+    virtual(scenario())
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_missed_deadline_counts_once_whoever_notices_first(gone, partial):
+    """Deadlines come while others are accepted, passes run and callers go away, by a clock that goes on with each look
+    at it, as real ones do."""
+
+    async def scenario():
+        made, loop, looks = timed(0.1, pass_tokens=16), asyncio.get_running_loop(), itertools.count()
+        made._clock = lambda: loop.time() + 1e-5 * next(looks)
+        made._scheduler.pass_time.known = False
+        asked = [request([n], [n] * 6, partial_ok=partial) for n in range(60)]
+        waiting = [submitted(made, one, 7e-5 * n) for n, one in enumerate(asked)]
+        for n, call in enumerate(waiting if gone else ()):
+            loop.call_at(7e-5 * n, call.cancel)
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        in_time = sum(not isinstance(r, BaseException) and None not in r.scored for r in results)
+        assert made.observer.counts.total() == len(asked) - in_time
+        assert made.observer.counts["missed"] > 20
         await made.drain()
 
     virtual(scenario())

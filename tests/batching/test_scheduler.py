@@ -24,7 +24,7 @@ from batching.scheduler import (
     first_come,
     shortest_first,
 )
-from batching.shares import FairShares
+from batching.shares import MAX_WEIGHT, MIN_WEIGHT, FairShares
 from tests.attention.draw import examples
 
 
@@ -272,10 +272,38 @@ def test_shares_follow_weights_and_what_is_not_asked_for_goes_to_the_others():
     assert modest.share("other", 100.0) == 1.0, "and what was asked long ago is forgotten"
 
 
-@pytest.mark.parametrize("weight", [0, -1, math.inf, math.nan])
-def test_a_weight_is_above_zero(weight):
-    with pytest.raises(ValueError, match="'a' must be above 0"):
+@pytest.mark.parametrize("weight", [0, -1, 1e-300, 9.9e-4, 1001, math.inf, math.nan])
+def test_a_weight_beyond_the_limits_is_refused(weight):
+    with pytest.raises(ValueError, match=r"'a' must be between 0\.001 and 1000, got"):
         FairShares({"a": weight})
+
+
+@given(st.data())
+def test_whatever_the_weights_every_tenant_has_a_share(data):
+    limits = st.sampled_from([MIN_WEIGHT, 1.0, MAX_WEIGHT])
+    weights = data.draw(st.lists(limits, min_size=1, max_size=300))
+    shares = FairShares({str(tenant): weight for tenant, weight in enumerate(weights)})
+    for tenant, seconds in enumerate(data.draw(st.lists(st.sampled_from([1e-3, 0.5, 1e6]), max_size=len(weights)))):
+        shares.asked(str(tenant), seconds, 0.0)
+    made = Scheduler(SchedulerLimits(100, 1000), Exact(), shares)
+    for tenant in range(len(weights)):
+        assert 0 < shares.share(str(tenant), 0.0) <= 1
+        made.admit(one := ticket(5, tenant=str(tenant)), [], 0.0, 0.0)
+        assert math.isfinite(one.due)
+
+
+@given(st.lists(st.sampled_from([None, 1e-308, 1e6, 1e9, 1e308, math.inf]), min_size=2, max_size=6))
+def test_no_deadline_is_too_distant_to_be_ordered(deadlines):
+    made, queue = scheduler(), []
+    made.learn_size(1, 1)
+    for deadline in deadlines:
+        with suppress(NotAdmitted):
+            made.admit_bytes(ticket(0, deadline=deadline), 10, queue, 0.0, 0.0)
+            made.admit(one := ticket(10, deadline=deadline), queue, 0.0, 0.0)
+            queue.append(one)
+    for one in queue:
+        one.due = math.inf if one.deadline is None else one.deadline
+    assert len(made.order(queue, 0.0)) == len(queue) > 0
 
 
 # --- before tokenising

@@ -1,7 +1,7 @@
 """The cases of serving.jsonl, each a test of its own: mostly in virtual time, where nothing depends on this machine.
 
-A test is named after its case and is given the case's input. What a case says of seconds is in timed_serving.py, which
-`make bench-cases` runs.
+A test is named after its case and is given the case's input. What a case says of seconds is in
+tests/targets/test_timed_cases.py, which `make bench-cases` runs.
 """
 
 import asyncio

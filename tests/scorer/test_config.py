@@ -81,7 +81,9 @@ def test_tenant_weights_come_as_text_or_as_a_table(tmp_path):
     assert Config.read({"tenant_weights": "ads=2,search=0.5"}, {}).tenant_weights == {"ads": 2.0, "search": 0.5}
 
 
-@pytest.mark.parametrize("bad", ["ads", "ads=0", "ads=-1", "ads=much", "ads=nan"])
+@pytest.mark.parametrize(
+    "bad", ["ads", "ads=0", "ads=-1", "ads=much", "ads=nan", "ads=inf", "ads=1e-300", "ads=9e-4", "ads=1001"]
+)
 def test_a_weight_that_is_none_stops_the_start(bad):
     with pytest.raises(ConfigError, match="tenant_weights"):
         Config.read({"tenant_weights": bad}, {})

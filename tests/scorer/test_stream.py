@@ -113,6 +113,8 @@ def test_the_error_is_google_rpc_status_to_the_byte():
         (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=-1), "timeout_seconds"),
         (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=float("nan")), "timeout_seconds"),
         (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=float("inf")), "timeout_seconds"),
+        (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=1e308), "timeout_seconds: between 0 and 1e+06"),
+        (pb.ScoreStreamRequest(request=numbered(1)[0], timeout_seconds=1.1e6), "timeout_seconds: between 0 and 1e+06"),
     ],
 )
 def test_a_bad_message_is_told_by_field(message, field):
@@ -319,6 +321,54 @@ def test_where_the_query_stands_in_the_items_there_is_nothing_to_warm():
     response, submitted = asyncio.run(scenario())
     assert response.status == pb.WARM_STATUS_NOTHING_TO_WARM
     assert submitted == 0
+
+
+@pytest.mark.parametrize("method", ["WarmPrefix", "Score", "BeamSearch"])
+@pytest.mark.parametrize("end", ["OK", "DEADLINE_EXCEEDED", "CANCELLED", "INVALID_ARGUMENT"])
+def test_every_kind_of_call_is_counted_and_logged_as_its_caller_saw_it(method, end, caplog, model_dir):
+    caplog.set_level("INFO", "scorer.access")
+    ids = [] if end == "INVALID_ARGUMENT" else [40, 41, 42]
+    asked = {
+        "WarmPrefix": pb.WarmPrefixRequest(raw_text="x" * len(ids), request_id="r1", tenant="shop"),
+        "Score": pb.ScoreRequest(
+            raw_text="x" * len(ids), request_id="r1", tenant="shop", documents=[pb.Document(raw_text="Paris")]
+        ),
+        "BeamSearch": pb.BeamSearchRequest(
+            raw_text="x" * len(ids), request_id="r1", tenant="shop", num_beams=2, max_new_tokens=4
+        ),
+    }[method]
+
+    async def scenario(at, runtime):
+        gate, execute = asyncio.Event(), runtime.batcher._execute
+
+        async def later(batch):
+            await gate.wait()
+            return await execute(batch)
+
+        if end in ("DEADLINE_EXCEEDED", "CANCELLED"):
+            runtime.batcher._execute = later
+        async with grpc.aio.insecure_channel(at.target) as channel:
+            call = getattr(pb_grpc.ScorerServiceStub(channel), method)
+            calling = call(asked, timeout=0.3 if end == "DEADLINE_EXCEEDED" else 20.0)
+            if end == "CANCELLED":
+                while not runtime.batcher._running:
+                    await asyncio.sleep(0.01)
+                calling.cancel()
+            code = await calling.code()
+            await at.service.idle()
+            gate.set()
+            await asyncio.sleep(0.01)  # the log's line is behind the reply
+            return code.name, ended(at.metrics)
+
+    code, codes = really(model_dir, scenario)
+    (record,) = [r for r in caplog.records if r.name == "scorer.access"]
+    assert (code, codes, record.code) == (end, {end: 1}, end)
+    assert (record.request_id, record.tenant, record.message) == (
+        "r1",
+        "shop",
+        {"WarmPrefix": "warm_prefix", "Score": "score", "BeamSearch": "beam_search"}[method],
+    )
+    assert (record.prefix_tokens > 0) == (end == "OK")
 
 
 def test_a_stream_over_a_real_model_equals_single_calls(model_dir):
