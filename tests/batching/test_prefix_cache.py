@@ -110,10 +110,24 @@ class Machine(RuleBasedStateMachine):
         for block in lease.blocks:
             if not block.indexed:
                 return
+        if not lease.blocks:
+            return
+        before = self.kept_of(asked.salt == b"b")
         kept = self.cache.pin(lease, self.now + seconds, self.now)
-        for block, _ in self.prefixes(asked, lease):
-            if block.end <= kept and block.written:
-                self.pinned[block.key] = max(self.now + seconds, self.pinned.get(block.key, 0))
+        written = [block.key for block in lease.blocks if block.end <= kept and block.written]
+        self.pinned[lease.blocks[-1].key] = asked.salt, written, self.now + seconds
+        theirs = self.kept_of(asked.salt == b"b")
+        assert theirs <= before
+        assert len(theirs) >= min(len(before), MAX_PINNED * 12 // 2), "of the others' part nothing is taken"
+        for salt, keys, _ in self.pinned.values():
+            if salt != asked.salt:
+                keys[:] = [key for key in keys if key in theirs]
+
+    def kept_of(self, first):
+        """Blocks of one of the two salts that are kept from eviction."""
+        salt = b"a" if first else b"b"
+        blocks = self.cache._blocks.values()
+        return {block.key for block in blocks if block.owner == salt and self.cache._pins.has(block.key, self.now)}
 
     @invariant()
     def every_page_is_free_or_indexed_or_held_by_a_live_lease(self):
@@ -135,8 +149,10 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_pinned_stays(self):
-        for key, until in self.pinned.items():
-            assert until <= self.now or key in self.cache._blocks
+        for _, keys, until in self.pinned.values():
+            assert until <= self.now or all(key in self.cache._blocks for key in keys)
+        pins = self.cache._pins
+        assert len(pins._names) == sum(pins._kept.values()) <= MAX_PINNED * 12
 
     def teardown(self):
         """Once everyone has left, no page is held, and all of them can be had again."""
