@@ -20,6 +20,7 @@ import numpy as np
 
 from attention.layout import Ints
 from batching.page_pool import PagePool
+from batching.pins import Pins
 
 KEY_BYTES = 16
 HALF_LIFE = 32  # wishes for blocks, for each page of the pool, after which one counts half
@@ -62,6 +63,7 @@ class Block:
     wanted    log2 of how often it was wanted, late wishes counting more; remembered beyond its eviction
     wishes    how often it was wanted; remembered beyond its eviction
     stored    whether it was copied to the tiers below
+    owner     whose prefix it is: the salt of its name
     """
 
     key: bytes
@@ -77,7 +79,7 @@ class Block:
     wishes: int = 0
     stored: bool = False
     priority: float = 0.0
-    pinned_until: float = -math.inf
+    owner: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +143,10 @@ class PrefixCache:
     _pushed: int = 0
     _wishes: int = 0
     _ghosts: OrderedDict[bytes, tuple[float, int]] = field(default_factory=OrderedDict)
-    _pins: set[bytes] = field(default_factory=set)
+    _pins: Pins = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pins = Pins(int(MAX_PINNED * self.pool.pages))
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -201,7 +206,7 @@ class PrefixCache:
         before = lease.tokens
         parent = lease.blocks[-1] if lease.blocks else None
         tokens = min(self.page_size, asked.tokens - before)
-        block = Block(key, page, parent, tokens, before + tokens, users=1)
+        block = Block(key, page, parent, tokens, before + tokens, users=1, owner=asked.salt)
         block.wanted, block.wishes = self._ghosts.pop(key, (-math.inf, 0))
         if parent is not None:
             parent.children += 1
@@ -257,7 +262,7 @@ class PrefixCache:
     def _unindex(self, block: Block) -> None:
         assert not block.children, "what continues a block leaves the index before it"
         del self._blocks[block.key]
-        self._pins.discard(block.key)
+        self._pins.drop(block.key)
         block.indexed = False
         if block.parent is not None:
             block.parent.children -= 1
@@ -290,7 +295,7 @@ class PrefixCache:
             entry = heapq.heappop(self._heap)
             if not self._valid(entry):
                 continue
-            if entry[2].pinned_until > now:
+            if self._pins.has(entry[2].key, now):
                 kept.append(entry)
                 continue
             self._drop(entry[2])
@@ -300,7 +305,8 @@ class PrefixCache:
         return evicted
 
     def clear(self) -> None:
-        """Evicts all that nobody holds, pinned or not."""
+        """Evicts all that nobody holds, and pins nothing any more."""
+        self._pins.clear()
         while self._evict(math.inf):
             pass
 
@@ -313,19 +319,14 @@ class PrefixCache:
         self.counts.evicted_blocks += 1
 
     def pin(self, lease: Lease, until: float, now: float) -> int:
-        """Keeps the lease's blocks from eviction until then; returns how many tokens, from the first on, are kept.
+        """Keeps the lease's blocks from eviction until then, whatever was said of this prefix before; returns how many
+        tokens, from the first on, are kept.
 
-        At most MAX_PINNED of the pool is pinned at a time.
+        At most MAX_PINNED of the pool is pinned at a time, and of that an equal part for each salt that wants some.
         """
-        self._pins = {key for key in self._pins if self._blocks[key].pinned_until > now}
-        tokens = 0
-        for block in lease.blocks:
-            if block.key not in self._pins and len(self._pins) >= MAX_PINNED * self.pool.pages:
-                break
-            self._pins.add(block.key)
-            block.pinned_until = max(block.pinned_until, until)
-            tokens = block.end
-        return tokens
+        blocks = [block for block in lease.blocks if block.indexed]
+        kept = self._pins.pin(blocks[0].owner, [b.key for b in blocks], until, now) if blocks else 0
+        return blocks[kept - 1].end if kept else 0
 
     def blocks(self, keys: Sequence[bytes]) -> list[Block]:
         """Those of the named blocks that are indexed."""

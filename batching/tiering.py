@@ -18,6 +18,7 @@ PATIENCE = 1.0  # of the time that recomputing takes, after which a fetch is giv
 GIVEN_UP_SECONDS = 0.1  # what a fetch that failed is taken to have cost at least
 GIVEN_UP_TIMES = 4.0  # a fetch that was given up would have taken longer, nobody knows how much
 FORGETTING = 0.85
+BELIEF = 0.1  # weight of a first belief's error beside a fetch's, before they are squared
 TRY_AGAIN = 64  # one of so many fetches that do not look worth it is made all the same
 WISHES = 2  # how often a block must have been wanted before it is copied to the tiers
 CHOICES = ("fetch", "missed", "recompute", "given_up")  # missed: what the tier may have had was not there, or not sound
@@ -72,15 +73,16 @@ class Rates:
         self._seen[tier].append((float(size), seconds))
 
     def seconds(self, tier: str, size: int) -> float:
-        """Predicted. Late fetches count more; the first belief as a third of one, at no bytes and at this many."""
+        """Predicted. Late fetches count more; the first belief as a hundredth of one, at no bytes and at so many."""
         latency, rate = self.first[tier]
         seen = self._seen[tier]
         told = np.array([*seen, (0.0, latency), (float(size), latency + size / rate)])
         age = np.concatenate([np.arange(len(seen))[::-1], [0.0, 0.0]])
-        part = np.concatenate([np.ones(len(seen)), [0.3, 0.3]])
-        typical = float(np.median(told[: len(seen), 1])) if seen else latency
-        # Between absolute and relative errors: a slow fetch must be noticed, a fast one predicted well.
-        weight = part * FORGETTING**age / np.sqrt(np.maximum(told[:, 1], max(typical if seen else 0.0, 1e-9)))
+        part = np.concatenate([np.ones(len(seen)), [BELIEF, BELIEF]])
+        # Between absolute and relative errors: a slow fetch must be noticed, a fast one predicted well. Only the very
+        # shortest count alike, or the noise of long ones would be all that is known of the latency.
+        short = float(np.quantile(told[: len(seen), 1], 0.1)) if seen else 0.0
+        weight = part * FORGETTING**age / np.sqrt(np.maximum(told[:, 1], max(short, 1e-9)))
         rows = np.column_stack([np.ones(len(told)), told[:, 0] / max(size, 1)]) * weight[:, None]
         for columns in ([0, 1], [1], [0]):  # where noise makes one of them negative, the other says it all
             solved = np.linalg.lstsq(rows[:, columns], told[:, 1] * weight, rcond=None)[0]

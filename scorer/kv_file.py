@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import stat
 import threading
 from collections import OrderedDict
 from contextlib import suppress
@@ -19,45 +20,55 @@ from scorer.kv_entry import HEADER_BYTES, BadEntry, content_of, header, key_of, 
 from scorer.kv_stores import Store
 
 ALIGNMENT = 4096  # of O_DIRECT
+MARK = b"PrefixRank prefix K/V, layout 1\n"  # what the file begins with; its slots begin ALIGNMENT later
 
 
 class FileStore(Store):
     """Slots of one size in one file, each an entry with checksums of its own.
 
-    Nothing has to be written in order or synced: whatever a crash leaves behind is found by its checksum. The file is
-    this process's alone, and bypasses the page cache where the file system can.
+    But for the mark at its beginning nothing has to be written in order or synced: whatever a crash leaves behind is
+    found by its checksum. The file is this process's alone, and bypasses the page cache where the file system can.
     """
 
     name = "file"
     first = (2e-4, 1e9)
 
     def __init__(self, path: Path, most_bytes: int, namespace: bytes, content_bytes: int) -> None:
-        """Takes over what is sound in the file. Raises ConfigError where it has no room, or another process has it."""
+        """Takes over what is sound in the file. Raises ConfigError where there is none to be had, or no
+        room in it."""
         self._namespace = namespace
         self._size = -(-(HEADER_BYTES + content_bytes) // ALIGNMENT) * ALIGNMENT
-        self.slots = most_bytes // self._size
+        self.slots = max(0, most_bytes - ALIGNMENT) // self._size
         if not self.slots:
-            raise ConfigError(f"kv_file_bytes {most_bytes}: one block takes {self._size}")
+            raise ConfigError(
+                f"kv_file_bytes {most_bytes}: one block takes {self._size}, and the beginning {ALIGNMENT}"
+            )
         self._lock = threading.Lock()
         self._held: OrderedDict[bytes, int] = OrderedDict()
         self._buffers = threading.local()
         self._file = _opened(path)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            _own(path, self._file)
+            self._take_over()
+        except OSError as error:
             os.close(self._file)
-            raise ConfigError(f"kv_file {path}: another process uses it") from None
-        self._take_over()
+            raise ConfigError(f"kv_file {path}: {error.strerror}") from None
+        except ConfigError:
+            os.close(self._file)
+            raise
         self._free = sorted(set(range(self.slots)) - set(self._held.values()), reverse=True)
 
     def _take_over(self) -> None:
         """Indexes the entries of this namespace; their contents are checked when they are read."""
         existing = os.fstat(self._file).st_size
-        for slot in range(min(self.slots, existing // self._size)):
+        for slot in range(min(self.slots, (existing - ALIGNMENT) // self._size)):
             with suppress(BadEntry):
                 self._held[key_of(self._read(slot, ALIGNMENT), self._namespace)] = slot
-        if existing > self.slots * self._size:
-            os.ftruncate(self._file, self.slots * self._size)
+        if existing > self._at(self.slots):
+            os.ftruncate(self._file, self._at(self.slots))
+
+    def _at(self, slot: int) -> int:
+        return ALIGNMENT + slot * self._size
 
     @property
     def _buffer(self) -> mmap.mmap:
@@ -68,7 +79,7 @@ class FileStore(Store):
 
     def _read(self, slot: int, count: int) -> memoryview:
         buffer = memoryview(self._buffer)
-        return buffer[: os.preadv(self._file, [buffer[:count]], slot * self._size)]
+        return buffer[: os.preadv(self._file, [buffer[:count]], self._at(slot))]
 
     def has(self, key: bytes) -> bool:
         return key in self._held
@@ -113,7 +124,7 @@ class FileStore(Store):
         buffer.seek(0)
         buffer.write(header(self._namespace, key, content))
         buffer.write(content)
-        written = os.pwritev(self._file, [buffer], slot * self._size)
+        written = os.pwritev(self._file, [buffer], self._at(slot))
         if written != self._size:
             raise OSError(f"wrote {written} of {self._size} bytes: the disk is full")
 
@@ -123,8 +134,36 @@ class FileStore(Store):
 
 
 def _opened(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Open for reading and writing, made where nothing is. Raises ConfigError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its other end
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
-    except OSError:  # a file system in memory has no O_DIRECT
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+        except OSError:  # a file system in memory has no O_DIRECT
+            return os.open(path, flags, 0o600)
+    except OSError as error:
+        raise ConfigError(f"kv_file {path}: {error.strerror}; name a file that can be made or written") from None
+
+
+def _own(path: Path, file: int) -> None:
+    """Locks the file and marks it, where it is empty, as ours. Raises ConfigError, or OSError where it cannot be read
+    or written."""
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise ConfigError(f"kv_file {path}: not a regular file; name a file that can be made or written")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"kv_file {path}: another process uses it") from None
+    with mmap.mmap(-1, ALIGNMENT) as buffer:
+        read = os.preadv(file, [buffer], 0)
+        if buffer[: len(MARK)] == MARK:
+            return
+        if os.fstat(file).st_size > ALIGNMENT or any(buffer[:read]):  # zeros alone: a crash before the mark was there
+            raise ConfigError(
+                f"kv_file {path}: it exists and holds something other than prefix K/V of this layout; name another "
+                "file, or remove it"
+            )
+        buffer[: len(MARK)] = MARK
+        os.pwritev(file, [buffer], 0)
+        os.fsync(file)

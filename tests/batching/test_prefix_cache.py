@@ -29,10 +29,6 @@ def write(made, asked, now=0.0):
     return lease.hit
 
 
-def held(made):
-    return sum(block.users > 0 for block in made._blocks.values())
-
-
 class Machine(RuleBasedStateMachine):
     """Random passes of random leases. The model: what each page really holds, and who may rely on it.
 
@@ -47,6 +43,7 @@ class Machine(RuleBasedStateMachine):
         self.content = {}  # page -> the tokens of the prefix up to its end, as written
         self.now = 0.0
         self.running = []
+        self.live = []  # leases that nobody has released
         self.pinned = {}
 
     def prefixes(self, asked, lease):
@@ -75,6 +72,7 @@ class Machine(RuleBasedStateMachine):
                     assert self.content[block.page] == prefix, "what is written is what was asked for"
             assert lease.hit <= lease.tokens <= asked.tokens
             made.append([asked, lease])
+            self.live.append(lease)
         self.running += made
         return multiple(*map(tuple, made)) if together > 1 else tuple(made[0])
 
@@ -100,6 +98,10 @@ class Machine(RuleBasedStateMachine):
         self.running = [entry for entry in self.running if entry[1] is not lease]
         for block in lease.blocks:
             assert block.page not in self.cache.pool._free, "a page in use is not free"
+        self._release(lease)
+
+    def _release(self, lease):
+        self.live = [other for other in self.live if other is not lease]
         self.cache.release(lease)
 
     @rule(one=leases, seconds=st.integers(1, 5))
@@ -108,22 +110,34 @@ class Machine(RuleBasedStateMachine):
         for block in lease.blocks:
             if not block.indexed:
                 return
+        if not lease.blocks:
+            return
+        before = self.kept_of(asked.salt == b"b")
         kept = self.cache.pin(lease, self.now + seconds, self.now)
-        for block, _ in self.prefixes(asked, lease):
-            if block.end <= kept and block.written:
-                self.pinned[block.key] = max(self.now + seconds, self.pinned.get(block.key, 0))
+        written = [block.key for block in lease.blocks if block.end <= kept and block.written]
+        self.pinned[lease.blocks[-1].key] = asked.salt, written, self.now + seconds
+        theirs = self.kept_of(asked.salt == b"b")
+        assert theirs <= before
+        assert len(theirs) >= min(len(before), MAX_PINNED * 12 // 2), "of the others' part nothing is taken"
+        for salt, keys, _ in self.pinned.values():
+            if salt != asked.salt:
+                keys[:] = [key for key in keys if key in theirs]
+
+    def kept_of(self, first):
+        """Blocks of one of the two salts that are kept from eviction."""
+        salt = b"a" if first else b"b"
+        blocks = self.cache._blocks.values()
+        return {block.key for block in blocks if block.owner == salt and self.cache._pins.has(block.key, self.now)}
 
     @invariant()
-    def no_page_is_lost_or_in_two_places(self):
-        free, used = self.cache.pool._free, {}
-        for block in [*self.cache._blocks.values()]:
+    def every_page_is_free_or_indexed_or_held_by_a_live_lease(self):
+        free, holders, used = self.cache.pool._free, {}, {}
+        for block in (block for lease in self.live for block in lease.blocks):
+            holders[block] = holders.get(block, 0) + 1
+        for block in {*holders, *self.cache._blocks.values()}:
             assert used.setdefault(block.page, block) is block, "a page has one block"
-        assert not set(used) & set(free)
-        assert len(set(free)) == len(free)
-        withdrawn = self.cache.pool.pages - len(free) - len(used)
-        assert withdrawn >= 0
-        if not held(self.cache) and not withdrawn:
-            assert len(free) + len(self.cache) == self.cache.pool.pages
+            assert block.users == holders.get(block, 0)
+        assert sorted([*free, *used]) == list(range(self.cache.pool.pages)), "none is lost, none in two places"
 
     @invariant()
     def whole_beginnings_are_indexed(self):
@@ -135,13 +149,20 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_pinned_stays(self):
-        for key, until in self.pinned.items():
-            assert until <= self.now or key in self.cache._blocks
+        for _, keys, until in self.pinned.values():
+            assert until <= self.now or all(key in self.cache._blocks for key in keys)
+        pins = self.cache._pins
+        assert len(pins._names) == sum(pins._kept.values()) <= MAX_PINNED * 12
 
     def teardown(self):
-        """Once everyone has left, no page is held."""
+        """Once everyone has left, no page is held, and all of them can be had again."""
         if self.running:
             self.cache.withdraw([lease for _, lease in self.running])
+        for lease in list(self.live):
+            self._release(lease)
+            self.every_page_is_free_or_indexed_or_held_by_a_live_lease()
+        self.cache.clear()
+        assert sorted(self.cache.pool._free) == list(range(self.cache.pool.pages))
 
 
 # Runs of up to a hundred steps, some eighty in the mean: ten thousand operations.

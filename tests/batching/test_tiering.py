@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from batching.page_pool import PagePool
-from batching.pass_time import Work
+from batching.pass_time import FittedPassTime, Work
 from batching.prefix_cache import PrefixCache
 from batching.tiering import TRY_AGAIN, WISHES, Found, Rates, ReadAhead
 from loadtest.virtual_time import run
@@ -71,27 +71,56 @@ def prefix(cache, n, tokens):
     return cache.chain(b"", np.arange(n * 100_000, n * 100_000 + tokens, dtype=np.int32))
 
 
+LENGTHS = (32, 64, 100, 512, 900, 2048, 5000)
+
+
+async def regrets(latency, rate, fixed, seconds, pairs, seed, noise=0.1):
+    """What a request takes longer for each length, 0.1 for a tenth, as a service chooses that has fetched and computed
+    21 prefixes, each of which took up to `noise` more or less than the truth.
+
+    A tier takes latency + bytes / rate; a pass fixed + seconds * tokens + pairs * keys seen.
+    """
+    rng = np.random.default_rng(seed)
+    tiers, pass_time = FakeTiers(latency, rate), FittedPassTime()
+    cache = PrefixCache(PagePool(4096), PAGE)
+    clock = asyncio.get_running_loop().time
+    ahead = ReadAhead(cache, tiers, Rates({"tier": (1e-3, 1e9)}), pass_time, 16_384, clock)
+
+    def takes(work):
+        return fixed + seconds * work.tokens + pairs * work.pairs
+
+    for tokens in (64, 512, 4096, 256, 2048, 128, 1024) * 3:
+        blocks, work = tokens // PAGE, Work.of(tokens, 0, (32,) * 4)
+        ahead._rates.learn("tier", blocks * SIZE, tiers.takes(blocks) * (1 + noise * rng.uniform(-1, 1)))
+        pass_time.learn(work, takes(work) * (1 + noise * rng.uniform(-1, 1)))
+    found = []
+    for n, tokens in enumerate(LENGTHS):
+        asked = prefix(cache, n, tokens)
+        fetched, computed = fixed + tiers.takes(len(asked.keys)), takes(Work.of(tokens, 0, ()))
+        chosen = computed if ahead.choose(asked) is None else fetched
+        found.append(chosen / min(fetched, computed) - 1)
+    return found
+
+
 @pytest.mark.parametrize("latency", [1e-5, 1e-3, 5e-2])
 @pytest.mark.parametrize("rate", [1e8, 1e9, 1e10])
 @pytest.mark.parametrize("seconds", [1e-6, 1e-5, 1e-4, 1e-3])
-def test_once_measured_the_choice_costs_at_most_a_tenth_more_than_the_better(latency, rate, seconds):
-    """Over prefixes of all lengths, on tiers and devices of all speeds, nearly none of which is as first believed."""
+@pytest.mark.parametrize("fixed", [1e-3, 2e-2])
+def test_once_measured_each_choice_costs_at_most_a_tenth_more_than_the_better(latency, rate, seconds, fixed):
+    """For prefixes of all lengths, on tiers and devices of all speeds, nearly none of which is as first believed."""
+    for seed, pairs in ((0, 0.0), (1, 0.0), (2, seconds * 1e-4)):
+        assert max(run(regrets(latency, rate, fixed, seconds, pairs, seed))) <= 0.1
 
-    async def scenario():
-        tiers = FakeTiers(latency, rate, noise=0.1)
-        cache, ahead = made(tiers, seconds)
-        for tokens in (64, 512, 4096, 256, 2048, 128, 1024) * 3:
-            blocks = tokens // PAGE
-            ahead._rates.learn("tier", blocks * SIZE, tiers.takes(blocks) * (1 + 0.1 * tiers.rng.uniform(-1, 1)))
-        spent = best = 0.0
-        for n, tokens in enumerate((32, 64, 100, 512, 900, 2048, 5000)):
-            asked = prefix(cache, n, tokens)
-            blocks, again = len(asked.keys), tokens * seconds
-            spent += tiers.takes(blocks) if ahead.choose(asked) is not None else again
-            best += min(tiers.takes(blocks), again)
-        assert spent <= 1.1 * best
 
-    run(scenario())
+def test_where_the_two_are_close_noise_alone_decides_and_costs_little():
+    """Speeds at random: now and then the measurements themselves mislead by more than the tenth."""
+    rng = np.random.default_rng(0)
+    found = []
+    for seed in range(300):
+        latency, rate, fixed, seconds = 10 ** rng.uniform((-5, 8, -3, -6), (-1.3, 10, -1.5, -3))
+        found += run(regrets(latency, rate, fixed, seconds, seconds * 10 ** rng.uniform(-5, -3.5), seed))
+    assert np.mean(np.array(found) > 0.1) <= 0.002
+    assert max(found) <= 0.3
 
 
 def test_a_tier_that_turns_slow_is_given_up_in_time_and_left_alone():
@@ -596,10 +625,10 @@ def test_fetches_that_took_no_time_that_the_clock_could_tell_are_no_trouble():
     assert 0 <= rates_of(*[(10**6, 0.0)] * 4).seconds("tier", 10**6) < 1e-3
 
 
-def test_one_fetch_counts_three_times_the_first_belief():
-    """A fetch of no bytes took 5 ms where 1 ms was believed: at no bytes, weights 1 against 0.3 and 0.3, squared."""
+def test_one_fetch_counts_a_hundred_times_the_first_belief():
+    """A fetch of no bytes took 5 ms where 1 ms was believed: at no bytes, weights 1 against 0.1 and 0.1, squared."""
     told = rates_of((0, 5e-3)).seconds("tier", 0)
-    assert told == pytest.approx((5e-3 + 2 * 0.09 * 1e-3) / (1 + 2 * 0.09), rel=1e-6)
+    assert told == pytest.approx((5e-3 + 2 * 0.01 * 1e-3) / (1 + 2 * 0.01), rel=1e-6)
 
 
 def test_late_fetches_count_more():

@@ -3,8 +3,11 @@
 import asyncio
 import errno
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +33,7 @@ from scorer.kv_tiers import FAULTS, KvTiers
 from tests.models import tiny
 from tests.redis_server import needs_redis, redis_server
 from tests.scorer.test_cache_neutral import asked, assert_alone, ids, log_odds
+from tests.tiny import tiny_model_dir
 
 NAMESPACE = namespace_of("model", "revision")
 PAGE = 16
@@ -121,12 +125,12 @@ def test_a_block_of_another_size_is_an_error(tmp_path):
 def test_limits_that_hold_not_one_block_stop_the_start(tmp_path):
     with pytest.raises(ConfigError, match="kv_host_bytes 99: one block takes 100"):
         HostStore(99, 100)
-    with pytest.raises(ConfigError, match="kv_file_bytes 4095: one block takes 4096"):
-        FileStore(tmp_path / "kv", 4095, NAMESPACE, 100)
+    with pytest.raises(ConfigError, match="kv_file_bytes 8191: one block takes 4096, and the beginning 4096"):
+        FileStore(tmp_path / "kv", 8191, NAMESPACE, 100)
 
 
 def file_store(path, slots=4, namespace=NAMESPACE, content=5000):
-    return FileStore(path, slots * 2 * ALIGNMENT, namespace, content)
+    return FileStore(path, (1 + slots * 2) * ALIGNMENT, namespace, content)
 
 
 def test_the_file_keeps_blocks_across_restarts_within_its_size(tmp_path):
@@ -136,7 +140,7 @@ def test_the_file_keeps_blocks_across_restarts_within_its_size(tmp_path):
     for n in range(6):
         store.put(key(n), block(n))
     store.close()
-    assert path.stat().st_size <= 4 * 2 * ALIGNMENT
+    assert path.stat().st_size <= (1 + 4 * 2) * ALIGNMENT
     again = file_store(path)
     assert [has(again, n) for n in range(6)] == [False, False, True, True, True, True]
     again.put(key(9), block(9))
@@ -160,10 +164,10 @@ def test_a_torn_entry_is_detected_once_and_then_gone(tmp_path, damage):
     store.put(key(2), block(2))
     store.close()
     if damage == "truncated":
-        os.truncate(path, 2 * ALIGNMENT + 3000)
+        os.truncate(path, 3 * ALIGNMENT + 3000)
     else:
         with path.open("r+b") as opened:
-            opened.seek(2 * ALIGNMENT + (3000 if damage == "flipped" else 20))
+            opened.seek(3 * ALIGNMENT + (3000 if damage == "flipped" else 20))
             opened.write(b"\xff\xfe")
     again = file_store(path)
     held = [n for n in (1, 2) if again.has(key(n))]
@@ -178,6 +182,72 @@ def test_a_torn_entry_is_detected_once_and_then_gone(tmp_path, damage):
     again.put(key(2), block(2))
     assert has(again, 2)
     again.close()
+
+
+def test_fewer_slots_than_before_cut_the_file_and_keep_what_fits(tmp_path):
+    store = file_store(tmp_path / "kv")
+    for n in range(4):
+        store.put(key(n), block(n))
+    store.close()
+    fewer = file_store(tmp_path / "kv", slots=2)
+    assert sum(has(fewer, n) for n in range(4)) == 2
+    assert (tmp_path / "kv").stat().st_size == 5 * ALIGNMENT
+    fewer.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"x", b"notes of a day\n" * 2000, bytes(ALIGNMENT) + b"x", bytes(1 << 20), entry(NAMESPACE, key(1), bytes(5000))],
+    ids=["a byte", "text", "zeros first", "zeros", "entries without the mark"],
+)
+def test_a_file_that_is_not_ours_stops_the_start_and_stays_as_it_is(tmp_path, content):
+    path = tmp_path / "thesis"
+    path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"thesis: it exists and holds something other .* name another file, or"):
+            file_store(path)
+        assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"", bytes(100), bytes(ALIGNMENT)])
+def test_what_a_crash_leaves_before_the_file_is_marked_is_taken(tmp_path, content):
+    (tmp_path / "kv").write_bytes(content)
+    store = file_store(tmp_path / "kv")
+    store.put(key(1), block(1))
+    store.close()
+    again = file_store(tmp_path / "kv")
+    assert has(again, 1)
+    again.close()
+
+
+def test_a_place_where_no_file_can_be_stops_the_start(tmp_path):
+    (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    places = {
+        tmp_path: "Is a directory",
+        tmp_path / "file" / "kv": "exists|Not a directory",
+        tmp_path / "pipe": "regular",
+    }
+    places |= {"/proc/kv": "No such file|denied", "/dev/full": "not a regular file", tmp_path / ("k" * 300): "too long"}
+    for place, why in places.items():
+        with pytest.raises(ConfigError, match=rf"kv_file {place}: .*({why})"):
+            file_store(Path(place))
+
+
+def test_the_command_says_what_is_wrong_with_the_file(tmp_path):
+    """As a user meets it: a line with the path, and no traceback."""
+    tiny_model_dir(tmp_path / "model")
+    (tmp_path / "thesis").write_text("chapter one")
+    settings = ["--model", tmp_path / "model", "--profile", "instruct", "--port", "0", "--metrics-port", "-1"]
+    for place in (tmp_path / "thesis", tmp_path):
+        told = subprocess.run(
+            [sys.executable, "-m", "scorer", "serve", *map(str, settings), "--kv-file", str(place)],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert told.returncode == 1, told.stderr
+        assert f"cannot start: kv_file {place}: " in told.stderr
+        assert "Traceback" not in told.stderr
+    assert (tmp_path / "thesis").read_text() == "chapter one"
 
 
 def test_another_models_file_has_nothing_to_say(tmp_path):

@@ -850,7 +850,9 @@ class WarmPrefixResponse(google.protobuf.message.Message):
     cached_prefix_tokens: builtins.int
     """Of these: in the cache before this call."""
     kept_tokens: builtins.int
-    """Of these, from the first on: kept from eviction for ttl_seconds."""
+    """Of these, from the first on: kept from eviction for ttl_seconds, whatever was asked for the same prefix before. Where
+    other tenants warm prefixes too, what exceeds a tenant's equal part may go sooner.
+    """
     ttl_seconds: builtins.float
     def __init__(
         self,
