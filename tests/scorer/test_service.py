@@ -17,9 +17,10 @@ import torch
 from google.rpc import error_details_pb2, status_pb2
 
 from attention.plans import Strategy
-from batching.errors import Closed, DeviceFailed, Expired, QueueFull
+from batching.errors import Closed, DeviceFailed, Expired, QueueFull, refuse_expired
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
+from batching.scheduler import NOTHING_AHEAD
 from batching.select import StrategyError
 from batching.types import Item, RequestScores, Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
@@ -128,7 +129,8 @@ class FakeBatcher:
         strategy = Strategy.MULTI_ITEM if len(words) < 4 else Strategy.DIRECT_RAGGED
         return Scored(np.array([logits], np.float32), np.array([5.0], np.float32) if normalize else None, strategy)
 
-    def admit_bytes(self, size, asked, deadline):
+    def admit_bytes(self, size, asked, deadline, texts=NOTHING_AHEAD):
+        refuse_expired(deadline, time.monotonic())
         self.looked_at.append((size, asked))
 
     def learn_size(self, size, tokens):

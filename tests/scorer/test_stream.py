@@ -1,6 +1,7 @@
 """Many requests on one call, and prefixes sent ahead, behind a real gRPC server on loopback."""
 
 import asyncio
+import threading
 import time
 
 import grpc
@@ -182,6 +183,91 @@ def test_a_deadline_that_comes_first_is_an_error_of_its_request():
     answers, codes = on_stream(numbered(2), FakeRuntime(error=Expired("late")))
     assert {answer.code for answer in answers.values()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
     assert codes == {"DEADLINE_EXCEEDED": 2}
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_deadline_that_has_come_is_refused_before_anything(partial):
+    runtime = FakeRuntime()
+    answers, codes = on_stream(numbered(3, partial_ok=partial), runtime, request_timeout=1e-9)
+    assert {str(answer) for answer in answers.values()} == {"DEADLINE_EXCEEDED: its deadline has come"}
+    assert codes == {"DEADLINE_EXCEEDED": 3}
+    assert runtime.tokenization.texts == {}
+
+
+def gated(runtime):
+    """Lets nothing through the runtime's tokenizer until the gate opens."""
+    gate, tokenize = threading.Event(), runtime.tokenization.tokenize
+    runtime.tokenization.tokenize = lambda request: gate.wait(20) and tokenize(request)
+    return gate
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_deadline_holds_while_the_tokenizer_has_other_texts(partial):
+    """With partial_ok every document is told to have had no turn; the reply still comes in time."""
+
+    async def scenario():
+        runtime = FakeRuntime()
+        gate = gated(runtime)
+        async with served(runtime) as at:
+            began = time.monotonic()
+            requests = numbered(6, partial_ok=partial)
+            answers = await collected(at.client.score_stream(requests, request_timeout=0.5))
+            took = time.monotonic() - began
+            gate.set()
+            misses = count(at.metrics, "deadline_misses_total")
+        return answers, took, misses, ended(at.metrics), runtime
+
+    answers, took, misses, codes, runtime = asyncio.run(scenario())
+    assert took >= 0.4, "at their deadline, not before"
+    assert (len(answers), misses, runtime.batcher.submitted) == (6, 6, 0)
+    assert runtime.batcher.sizes == [], "nothing was learned of what was not tokenized"
+    if partial:
+        assert codes == {"OK": 6}
+        results = [answer.results[0] for answer in answers.values()]
+        assert {(r.id, r.status, r.HasField("score")) for r in results} == {("0", pb.DOCUMENT_STATUS_DEADLINE, False)}
+        assert {r.message for r in results} == {"the deadline came before it was tokenized"}
+    else:
+        assert codes == {"DEADLINE_EXCEEDED": 6}
+        assert {answer.code for answer in answers.values()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@pytest.mark.parametrize("method", ["WarmPrefix", "BeamSearch"])
+def test_a_deadline_holds_for_calls_without_documents_too(method, model_dir):
+    async def scenario(at, runtime):
+        gate, prefix = threading.Event(), runtime.tokenization.prefix
+        runtime.tokenization.prefix = lambda request: gate.wait(20) and prefix(request)
+        asked = {
+            "WarmPrefix": pb.WarmPrefixRequest(raw_text="xyz"),
+            "BeamSearch": pb.BeamSearchRequest(raw_text="xyz", num_beams=2, max_new_tokens=4),
+        }[method]
+        async with grpc.aio.insecure_channel(at.target) as channel:
+            call = getattr(pb_grpc.ScorerServiceStub(channel), method)
+            codes = {await call(asked, timeout=0.3).code() for _ in range(3)}
+        await at.service.idle()
+        gate.set()
+        return codes, ended(at.metrics)
+
+    codes, counted = really(model_dir, scenario)
+    assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    assert counted == {"DEADLINE_EXCEEDED": 3}
+
+
+def test_texts_that_wait_for_the_tokenizer_count_at_the_first_look():
+    async def scenario():
+        runtime = FakeRuntime()
+        gate, looks = gated(runtime), []
+        runtime.batcher.admit_bytes = lambda size, asked, deadline, texts: looks.append(texts)
+        async with served(runtime) as at:
+            reading = asyncio.create_task(collected(at.client.score_stream(numbered(5))))
+            while len(looks) < 5:
+                await asyncio.sleep(0.01)
+            gate.set()
+            await reading
+        return looks
+
+    looks = asyncio.run(scenario())
+    assert [len(texts.sizes) for texts in looks] == [0, 1, 2, 3, 4]
+    assert {texts.most_tokens for texts in looks} == {8192 + 512}
 
 
 def test_cancelling_the_stream_cancels_what_is_under_way():
