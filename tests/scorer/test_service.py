@@ -243,6 +243,30 @@ def test_top_n_sorts_and_leaves_out_what_has_no_score():
     assert [r.index for r in ask(build_request("q", documents, top_n=1)).results] == [2]
 
 
+@pytest.mark.parametrize("top_n", [1, 2, 3, 9])
+def test_behind_the_best_of_a_part_stand_those_that_had_no_turn(top_n):
+    """So a top N is known to be one of all documents, or of how many, and whom an earlier ranking has to place."""
+    runtime = FakeRuntime()
+    submit = runtime.batcher.submit
+
+    async def cut(request, deadline=None):
+        answer = await submit(request, deadline)
+        return replace(answer, scored=tuple(None if i in (0, 2) else one for i, one in enumerate(answer.scored)))
+
+    runtime.batcher.submit = cut
+    documents = ["a b c d", "", "a", "a b c", "a b", "logits nan 0"]
+    results = ask(build_request("q", documents, top_n=top_n, partial_ok=True), runtime).results
+    assert [r.index for r in results] == [*[4, 2][:top_n], 0, 3]
+    late = [r for r in results if r.status == pb.DOCUMENT_STATUS_DEADLINE]
+    assert [(r.id, r.HasField("score")) for r in late] == [("0", False), ("3", False)]
+    assert [r.status for r in results[: -len(late)]] == [pb.DOCUMENT_STATUS_OK] * min(top_n, 2)
+
+
+def test_where_all_had_their_turn_the_best_stand_alone():
+    results = ask(build_request("q", ["a", "a b", ""], top_n=1, partial_ok=True)).results
+    assert [r.index for r in results] == [1]
+
+
 def test_blank_documents_get_a_status_and_no_score():
     response = ask(build_request("q", ["", "a", "   ", "\n"]))
     assert [r.status for r in response.results] == [pb.DOCUMENT_STATUS_EMPTY, pb.DOCUMENT_STATUS_OK] + [

@@ -12,7 +12,7 @@ from batching.errors import CannotFinish, Expired
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer import stream as streaming
-from scorer.client import ScorerError, build_request
+from scorer.client import ScorerClient, ScorerError, build_request
 from tests.scorer.test_service import FakeRuntime, count, ended, really, served
 from tests.tiny import tiny_model_dir
 
@@ -163,9 +163,66 @@ def test_an_id_under_way_is_not_taken_twice_and_is_free_again_afterwards():
             return twice, first, await call.read()
 
     twice, first, again = asyncio.run(scenario())
+    assert "'r0'" in twice.error.message
     assert "still under way" in twice.error.message
+    assert (twice.request_id, first.request_id) == ("", "r0"), "nobody takes it for the first one's"
     assert first.response.results
     assert again.response.results
+
+
+@pytest.mark.parametrize("kind", ["list", "async", "sync client"])
+@pytest.mark.parametrize("bad", ["r1", ""])
+def test_our_client_sends_no_request_that_could_not_be_told_from_another(kind, bad):
+    """Those before it are answered; it and what is behind it were never sent, which the caller hears at the end."""
+    requests = [*numbered(3), build_request("q", ["a"], request_id=bad), build_request("q", ["a"], request_id="z")]
+
+    async def one_by_one():
+        for request in requests:
+            yield request
+
+    async def all_of(stream, answers):
+        async for request_id, _ in stream:
+            answers.append(request_id)
+
+    def at_once(target, answers):
+        with ScorerClient(target) as client:
+            for request_id, _ in client.score_stream(requests):
+                answers.append(request_id)
+
+    async def scenario():
+        runtime, answers = FakeRuntime(), []
+        runtime.batcher.gate.clear()
+        asyncio.get_running_loop().call_later(0.2, runtime.batcher.gate.set)
+        async with served(runtime) as at:
+            if kind == "sync client":
+                call = asyncio.to_thread(at_once, at.target, answers)
+            else:
+                call = all_of(at.client.score_stream(requests if kind == "list" else one_by_one()), answers)
+            with pytest.raises(ValueError, match="request_id"):
+                await call
+            return sorted(answers), ended(at.metrics)
+
+    answers, codes = asyncio.run(scenario())
+    assert (answers, codes) == (["r0", "r1", "r2"], {"OK": 3})
+
+
+def test_an_id_is_free_for_our_client_once_its_answer_was_given():
+    async def scenario():
+        answered = asyncio.Event()
+
+        async def twice():
+            yield numbered(1)[0]
+            await answered.wait()
+            yield numbered(1)[0]
+
+        async with served(FakeRuntime()) as at:
+            ids = []
+            async for request_id, _ in at.client.score_stream(twice()):
+                ids.append(request_id)
+                answered.set()
+            return ids
+
+    assert asyncio.run(scenario()) == ["r0", "r0"]
 
 
 def test_each_request_has_its_own_deadline_and_none_outlives_the_call():
