@@ -131,7 +131,7 @@ class TokenizerThreads:
             return
         try:
             result = guarded(run)
-        except Exception as error:  # noqa: BLE001  it is for the one who waits
+        except BaseException as error:  # noqa: BLE001  whatever it is, it is for the one who waits
             self._done(text, None)
             work.set_exception(error)
         else:

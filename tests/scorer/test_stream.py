@@ -514,6 +514,40 @@ def test_every_kind_of_call_is_counted_and_logged_as_its_caller_saw_it(method, e
     assert (record.prefix_tokens > 0) == (end == "OK")
 
 
+EXTREMES = (0.0, -0.0, 5e-324, 1e-9, 1e-3, 1.0, 3600.0, 1e6, 1000000.1, 1e9, 1e18, 1e300, 1.7e308, float("inf"))
+
+
+def test_no_number_of_seconds_is_our_fault(model_dir):
+    """Each in company, so that turns are compared: an answer, or a status that is the caller's or says load."""
+    seconds = [sign * number for number in (*EXTREMES, float("nan")) for sign in (1, -1)]
+    messages = [
+        pb.ScoreStreamRequest(
+            request=build_request(f"q {i}", [f"Paris {i}"], request_id=f"{i}", priority=i % 4), timeout_seconds=number
+        )
+        for i, number in enumerate(seconds * 3)
+    ]
+
+    async def scenario(at, runtime):
+        async with grpc.aio.insecure_channel(at.target) as channel:
+            stub = pb_grpc.ScorerServiceStub(channel)
+            warmings = [
+                stub.WarmPrefix(warming("q", ttl_seconds=number), timeout=patience)
+                for number in seconds
+                for patience in (1e-9, 30.0, 1e9)
+            ]
+            answers = [answer async for answer in stub.ScoreStream(iter(messages), timeout=None)]
+            return answers, {await call.code() for call in warmings}, ended(at.metrics)
+
+    answers, warmed, codes = really(model_dir, scenario)
+    assert len(answers) == len(messages)
+    allowed = {"OK", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "CANCELLED"}
+    assert codes.keys() <= allowed
+    assert codes["OK"] > 20
+    assert {code.name for code in warmed} <= allowed
+    refused = {a.request_id for a in answers if a.error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]}
+    assert refused == {m.request.request_id for m in messages if not 0 <= m.timeout_seconds <= 1e6}
+
+
 def test_a_stream_over_a_real_model_equals_single_calls(model_dir):
     async def scenario(at, runtime):
         requests = [
