@@ -25,8 +25,8 @@ TIE_SECONDS = 0.002  # deadlines that are nearer than this are equal: the shorte
 PROMISE_RESERVE = 0.05  # part of an accepted request's patience that stays free, as predictions are never exact
 SHARE_FILL = 0.85  # part of its share that a tenant may fill while others ask too: arrivals are never even
 OPTIMISM = 0.5  # an estimate from bytes may be wrong: only what twice as fast a device could not do is refused by it
-# gRPC cancels a call at its caller's deadline, which is earlier than ours by as much as a hundredth of the whole, of
-# which a part is over already: so much of what is left, and so many seconds at least.
+# gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
+# The hundredth is of the whole, of which a part is over already: so much of what is left, and so many seconds at least.
 CALLERS_CLOCK, CALLERS_CLOCK_SECONDS = 0.02, 0.01
 CLASS_RESERVE = {-1: 0.4, 0: 0.25, 1: 0.1}  # part of its patience that a class leaves to others at admission
 

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from batching.errors import Expired
-from batching.scheduler import Asked
+from batching.scheduler import CALLERS_CLOCK, CALLERS_CLOCK_SECONDS, Asked
 from batching.select import StrategyError
 from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
@@ -55,9 +55,6 @@ SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreS
 # than it takes.
 INLINE_BYTES = 64 * 1024
 
-# gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
-# A call that came late has little left of it, and the hundredth was of the whole: so many seconds at least.
-DEADLINE_SLACK, DEADLINE_SLACK_SECONDS = 0.01, 0.005
 # What partial_ok keeps of the deadline for the reply: so many seconds, and no more than this part of what is left.
 REPLY_SECONDS, REPLY_PART = 0.02, 0.1
 
@@ -378,7 +375,7 @@ def _deadline(remaining: float | None) -> float | None:
 
 def _is_over(remaining: float, elapsed: float) -> bool:
     """Whether a call that ended after `elapsed` seconds of `remaining` ended by its deadline."""
-    return elapsed >= remaining - max(remaining * DEADLINE_SLACK, DEADLINE_SLACK_SECONDS)
+    return elapsed >= remaining - max(remaining * CALLERS_CLOCK, CALLERS_CLOCK_SECONDS)
 
 
 def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:

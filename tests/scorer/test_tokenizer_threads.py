@@ -18,6 +18,10 @@ pytestmark = pytest.mark.timeout(30)
 LARGE = LARGE_BYTES + 1
 
 
+class NoException(BaseException):
+    """What `except Exception` lets through."""
+
+
 class Gated:
     """Tokenizes what the gate lets through, and remembers what it was given."""
 
@@ -116,16 +120,20 @@ def test_whose_caller_went_is_not_begun():
     run(scenario)
 
 
-def test_classes_have_their_turn_and_a_failure_is_its_own_callers():
+@pytest.mark.parametrize("error", [ZeroDivisionError(), NoException()])
+def test_classes_have_their_turn_and_a_failure_is_its_own_callers(error):
+    def fails(request):
+        raise error
+
     async def scenario(threads, gated, told):
         first = [started(threads, gated, f"first {n}") for n in range(THREADS)]
         await until(lambda: len(gated.begun) == THREADS)
         low = [started(threads, gated, f"low {n}", asked=Asked(priority=-1)) for n in range(3)]
         high = started(threads, gated, "high", asked=Asked(priority=1))
-        bad = asyncio.create_task(threads.run(lambda request: 1 / 0, text("bad"), 10))
+        bad = asyncio.create_task(threads.run(fails, text("bad"), 10))
         await until(lambda: threads.bytes == 10 * (THREADS + 5))
         gated.gate.set()
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(type(error)):
             await bad
         await asyncio.gather(*first, *low, high)
         assert gated.begun[THREADS] == "high"
