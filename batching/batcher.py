@@ -12,13 +12,22 @@ from itertools import islice
 import numpy as np
 
 from batching.composer import Composer, Part
-from batching.errors import BatchingError, Closed, DeviceFailed, DeviceGone, Expired, NotAdmitted, QueueFull
+from batching.errors import (
+    BatchingError,
+    Closed,
+    DeviceFailed,
+    DeviceGone,
+    Expired,
+    NotAdmitted,
+    QueueFull,
+    refuse_expired,
+)
 from batching.job import InFlight, Job
 from batching.observer import Observer, Unobserved
 from batching.packing import fold, pack, unpack
 from batching.pass_time import FittedPassTime, PassTime, Work
 from batching.prefix_cache import Chain, Lease, PrefixCache
-from batching.scheduler import Asked, Order, Scheduler, SchedulerLimits, Ticket, by_due
+from batching.scheduler import NOTHING_AHEAD, Asked, Order, Scheduler, SchedulerLimits, TextsAhead, Ticket, by_due
 from batching.select import Policy, choose
 from batching.shares import FairShares
 from batching.tiering import Rates, ReadAhead, Tiers
@@ -149,16 +158,17 @@ class Batcher:
         await self._gone.wait()
         return self._reason
 
-    def admit_bytes(self, size: int, asked: Asked, deadline: float | None) -> None:
-        """A first look at a request of so many bytes, before it is tokenised.
+    def admit_bytes(self, size: int, asked: Asked, deadline: float | None, texts: TextsAhead = NOTHING_AHEAD) -> None:
+        """A first look at a request of so many bytes, before it is tokenised. texts: that are tokenised before it.
 
-        Raises NotAdmitted where it hardly could be in time.
+        Raises Expired where its deadline has come, NotAdmitted where it hardly could be in time.
         """
         self._refuse_closed()
         now = self._clock()
+        refuse_expired(deadline, now)
         ticket = Ticket(asked.tenant, asked.priority, now, deadline, asked.partial)
         try:
-            self._scheduler.admit_bytes(ticket, size, list(self._jobs), self._free_at, now)
+            self._scheduler.admit_bytes(ticket, size, list(self._jobs), self._free_at, now, texts)
         except NotAdmitted as error:
             self.observer.refused(error.reason)
             raise
@@ -212,6 +222,7 @@ class Batcher:
         choice = choose(distinct, items, self.policy, cached)
         done: asyncio.Future[RequestScores] = asyncio.get_running_loop().create_future()
         now = self._clock()
+        self._refuse_late(deadline, now)
         ticket = Ticket(request.tenant, request.priority, now, deadline, request.partial_ok)
         job = Job(distinct, lengths, places, choice, chain, ticket, done)
         ticket.work = Work.of(len(request.prefix), cached, lengths, job.naive)
@@ -222,6 +233,14 @@ class Batcher:
             self.observer.refused(error.reason)
             raise
         return job
+
+    def _refuse_late(self, deadline: float | None, now: float) -> None:
+        """Its deadline came since the first look at it, so it counts as missed."""
+        try:
+            refuse_expired(deadline, now)
+        except Expired:
+            self.observer.missed()
+            raise
 
     def chain(self, request: TokenizedRequest) -> Chain:
         """The request's prefix as the cache knows it."""
@@ -291,8 +310,7 @@ class Batcher:
         raise Expired("the deadline came before this request's scores")
 
     def _left_alone(self, job: Job) -> None:
-        """gRPC cancels a call at its deadline, at about the time that ours ends."""
-        if job.ticket.deadline is not None and self._clock() >= job.ticket.deadline:
+        if job.ticket.went_late(self._clock()):
             self._missed(job)
         else:
             self.observer.cancelled()

@@ -68,3 +68,9 @@ class DeviceFailed(BatchingError):
 
 class DeviceGone(Exception):
     """The device will compute nothing any more, whoever asks."""
+
+
+def refuse_expired(deadline: float | None, now: float) -> None:
+    """Raises Expired for a request whose deadline came before anything was done for it."""
+    if deadline is not None and now >= deadline:
+        raise Expired("its deadline has come")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from batching.errors import CannotFinish, OverShare, QueueFull
 from batching.pass_time import PassTime, Work
@@ -24,6 +25,9 @@ TIE_SECONDS = 0.002  # deadlines that are nearer than this are equal: the shorte
 PROMISE_RESERVE = 0.05  # part of an accepted request's patience that stays free, as predictions are never exact
 SHARE_FILL = 0.85  # part of its share that a tenant may fill while others ask too: arrivals are never even
 OPTIMISM = 0.5  # an estimate from bytes may be wrong: only what twice as fast a device could not do is refused by it
+# gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
+# The hundredth is of the whole, of which a part is over already: so much of what is left, and so many seconds at least.
+CALLERS_CLOCK, CALLERS_CLOCK_SECONDS = 0.02, 0.01
 CLASS_RESERVE = {-1: 0.4, 0: 0.25, 1: 0.1}  # part of its patience that a class leaves to others at admission
 
 
@@ -34,6 +38,22 @@ class Asked:
     tenant: str = ""
     priority: int = 0
     partial: bool = False
+
+
+class TextsAhead(NamedTuple):
+    """What a request waits for until it is tokenized.
+
+    most_tokens  that it may have itself, whatever its bytes
+    sizes        (bytes, most tokens) of each text that comes to the device before it
+    seconds      until it is tokenized itself
+    """
+
+    most_tokens: float = math.inf
+    sizes: tuple[tuple[int, float], ...] = ()
+    seconds: float = 0.0
+
+
+NOTHING_AHEAD = TextsAhead()
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +75,12 @@ class Ticket:
     work: Work = field(default_factory=Work)
     seconds: float = 0.0
     due: float = math.inf
+
+    def went_late(self, now: float) -> bool:
+        """Whether a caller who goes now goes because of the deadline."""
+        if self.deadline is None:
+            return False
+        return now >= self.deadline - max(CALLERS_CLOCK * (self.deadline - self.submitted), CALLERS_CLOCK_SECONDS)
 
     def hopeless(self, now: float) -> bool:
         """Whether it would miss its deadline even if it began now."""
@@ -215,18 +241,36 @@ class Scheduler:
             old = self._tokens_per_byte
             self._tokens_per_byte = tokens / size if old is None else old + 0.05 * (tokens / size - old)
 
-    def admit_bytes(self, new: Ticket, size: int, queue: Sequence[Ticket], free_at: float, now: float) -> None:
+    def admit_bytes(
+        self,
+        new: Ticket,
+        size: int,
+        queue: Sequence[Ticket],
+        free_at: float,
+        now: float,
+        texts: TextsAhead = NOTHING_AHEAD,
+    ) -> None:
         """The first look, before anything is tokenised: refuses only what hardly could be. Raises CannotFinish."""
-        if self._tokens_per_byte is None or new.deadline is None or new.partial or not self.pass_time.known:
+        if new.deadline is None or new.partial or not (queue or texts.sizes):
             return
-        new.work = Work(int(size * self._tokens_per_byte))
-        self.estimate(new)
-        new.seconds *= OPTIMISM
-        new.due = new.deadline
-        ahead = sum(t.seconds for t in queue if self._order(t, now) <= self._order(new, now)) * OPTIMISM
-        if queue and max(free_at, now) + ahead + new.seconds > new.deadline:
+        done = now + texts.seconds * OPTIMISM
+        if self._tokens_per_byte is not None and self.pass_time.known:
+            new.work = Work(self._tokens(size, texts.most_tokens))
+            self.estimate(new)
+            new.due = new.deadline
+            ahead = sum(t.seconds for t in queue if self._order(t, now) <= self._order(new, now))
+            done = max(done, max(free_at, now) + (ahead + self._texts_seconds(texts)) * OPTIMISM)
+            done += new.seconds * OPTIMISM
+        if done > new.deadline:
             told = f"{size} bytes could not be scored in the {new.deadline - now:.3f} s that are left"
-            raise CannotFinish(told, ahead + new.seconds - (new.deadline - now))
+            raise CannotFinish(told, done - new.deadline)
+
+    def _texts_seconds(self, texts: TextsAhead) -> float:
+        work = Work(sum(self._tokens(size, most) for size, most in texts.sizes))
+        return self.pass_time.share(work, self.limits.pass_tokens) if work.tokens else 0.0
+
+    def _tokens(self, size: int, most: float) -> int:
+        return int(min(most, size * (self._tokens_per_byte or 0.0)))
 
 
 def _broken(ticket: Ticket, before: float, after: float) -> bool:

@@ -22,7 +22,8 @@ import grpc
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer import affinity
-from scorer.client_errors import FieldViolation, ScorerError, error_of, raise_unless_passing, scorer_error
+from scorer.client_errors import FieldViolation, ScorerError, raise_unless_passing, scorer_error
+from scorer.client_stream import Sending
 
 __all__ = [
     "ROUND_ROBIN",
@@ -197,15 +198,18 @@ class ScorerClient:
         """Scores many requests on one call; yields each answer with its request_id when it is done.
 
         request_timeout: each one's own deadline in seconds; timeout: that of the whole call. A request that fails is an
-        answer too. Each request needs a request_id of its own. Raises ScorerError where the call itself fails.
+        answer too. Each request needs a request_id of its own. Raises ScorerError where the call itself fails, and
+        ValueError at the end where a request has no id or that of one whose answer was not yielded yet: neither it nor
+        those behind it were sent.
         """
+        sending = Sending(request_timeout)
         try:
             metadata = _metadata(None, self._token)
-            wrapped = _wrapped(requests, request_timeout)
-            for response in self._stub.ScoreStream(wrapped, timeout=timeout, metadata=metadata):
-                yield _unwrapped(response)
+            for response in self._stub.ScoreStream(sending.each(requests), timeout=timeout, metadata=metadata):
+                yield sending.answered(response)
         except grpc.RpcError as error:
             raise scorer_error(error) from None
+        sending.check()
 
     def warm_prefix(
         self, request: pb.WarmPrefixRequest, timeout: float | None = DEFAULT_TIMEOUT
@@ -302,13 +306,15 @@ class AsyncScorerClient:
         timeout: float | None = DEFAULT_TIMEOUT,
     ) -> AsyncIterator[tuple[str, pb.ScoreResponse | ScorerError]]:
         """See ScorerClient.score_stream."""
+        sending = Sending(request_timeout)
         try:
             metadata = _metadata(None, self._token)
-            wrapped = _wrapped_async(requests, request_timeout)
+            wrapped = sending.each_async(requests)
             async for response in self._stub.ScoreStream(wrapped, timeout=timeout, metadata=metadata):
-                yield _unwrapped(response)
+                yield sending.answered(response)
         except grpc.RpcError as error:
             raise scorer_error(error) from None
+        sending.check()
 
     async def warm_prefix(
         self, request: pb.WarmPrefixRequest, timeout: float | None = DEFAULT_TIMEOUT
@@ -360,25 +366,3 @@ class AsyncScorerClient:
 
 def _raw(message: bytes) -> bytes:
     return message
-
-
-def _wrapped(requests: Iterable[pb.ScoreRequest], timeout: float | None) -> Iterator[pb.ScoreStreamRequest]:
-    for request in requests:
-        yield pb.ScoreStreamRequest(request=request, timeout_seconds=timeout or 0.0)
-
-
-async def _wrapped_async(
-    requests: AsyncIterable[pb.ScoreRequest] | Iterable[pb.ScoreRequest], timeout: float | None
-) -> AsyncIterator[pb.ScoreStreamRequest]:
-    if isinstance(requests, AsyncIterable):
-        async for request in requests:
-            yield pb.ScoreStreamRequest(request=request, timeout_seconds=timeout or 0.0)
-    else:
-        for message in _wrapped(requests, timeout):
-            yield message
-
-
-def _unwrapped(response: pb.ScoreStreamResponse) -> tuple[str, pb.ScoreResponse | ScorerError]:
-    if response.WhichOneof("result") == "response":
-        return response.request_id, response.response
-    return response.request_id, error_of(response.error)

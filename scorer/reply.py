@@ -126,9 +126,11 @@ def score_response(
 
 
 def _best(results: Sequence[pb.DocumentResult], n: int) -> list[pb.DocumentResult]:
-    """The n best, best first, equal scores in the request's order. What has no score has no rank: it is left out."""
+    """The n best, best first, equal scores in the request's order, and then those that had no turn: any of them might
+    have been among the best. What can have no score has no rank and is left out."""
     scored = [r for r in results if r.status == pb.DOCUMENT_STATUS_OK]
-    return sorted(scored, key=lambda r: (-r.score, r.index))[:n]
+    no_turn = [r for r in results if r.status == pb.DOCUMENT_STATUS_DEADLINE]
+    return sorted(scored, key=lambda r: (-r.score, r.index))[:n] + no_turn
 
 
 def _choice(scored: Sequence[Scored | None], reason: str) -> pb.StrategyChoice:

@@ -8,12 +8,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from batching.scheduler import Asked
+from batching.errors import Expired
+from batching.scheduler import CALLERS_CLOCK, CALLERS_CLOCK_SECONDS, Asked
 from batching.select import StrategyError
 from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
@@ -29,7 +31,7 @@ from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, per_document, score_response
 from scorer.stream import answers
 from scorer.threads import guarded
-from scorer.tokenized import PRIORITIES, Tokenized, given_in_ids
+from scorer.tokenized import PRIORITIES, Tokenized, given_in_ids, untokenized
 from scorer.tokenizer_threads import TokenizerThreads
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
 from scorer.undecodable import Undecodable
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 Asking = TypeVar("Asking", pb.ScoreRequest, pb.WarmPrefixRequest, pb.BeamSearchRequest)  # all of them name a tenant
 Ahead = TypeVar("Ahead", pb.WarmPrefixRequest, pb.BeamSearchRequest)
 Found = TypeVar("Found", pb.WarmPrefixResponse, pb.BeamSearchResponse)
@@ -52,9 +55,6 @@ SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreS
 # than it takes.
 INLINE_BYTES = 64 * 1024
 
-# gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
-# A call that came late has little left of it, and the hundredth was of the whole: so many seconds at least.
-DEADLINE_SLACK, DEADLINE_SLACK_SECONDS = 0.01, 0.005
 # What partial_ok keeps of the deadline for the reply: so many seconds, and no more than this part of what is left.
 REPLY_SECONDS, REPLY_PART = 0.02, 0.1
 
@@ -89,7 +89,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._last_call = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.tokenizers = TokenizerThreads(max_tokenizing_bytes)
+        self.tokenizers = TokenizerThreads(max_tokenizing_bytes, metrics.batching)
 
     def serve(self, runtime: Runtime) -> None:
         """From now on calls are scored by `runtime`."""
@@ -209,7 +209,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """Computes a prefix before its documents are known; see the proto."""
 
         async def work(asked: pb.WarmPrefixRequest, deadline: float | None) -> pb.WarmPrefixResponse:
-            return await warm(self._accepting(), asked, deadline, self.tokenizers.run)
+            on_thread = partial(self.tokenizers.run, asked=Asked(asked.tenant), deadline=deadline)
+            return await warm(self._accepting(), asked, deadline, on_thread)
 
         return await self._once(
             request, context, work, _Told(pb.WarmPrefixRequest(), pb.WarmPrefixResponse(), log_warm)
@@ -224,7 +225,9 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         span = self._tracer.begin(trace_of(context.invocation_metadata()), "BeamSearch")
 
         async def work(asked: pb.BeamSearchRequest, deadline: float | None) -> pb.BeamSearchResponse:
-            response = await beam_search(self._accepting(), asked, deadline, self.tokenizers.run)
+            who = Asked(asked.tenant, PRIORITIES.get(asked.priority, 0))
+            on_thread = partial(self.tokenizers.run, asked=who, deadline=deadline)
+            response = await beam_search(self._accepting(), asked, deadline, on_thread)
             self._metrics.searched(response)
             return response
 
@@ -296,10 +299,13 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         deadline = _reply_in_time(request, deadline)
         size = request.ByteSize()
         asked = Asked(request.tenant, PRIORITIES.get(request.priority, 0), request.options.partial_ok)
-        runtime.batcher.admit_bytes(size, asked, deadline)
-        tokenized = await self._tokenized_request(runtime, request, size)
+        if size <= INLINE_BYTES and given_in_ids(request):
+            runtime.batcher.admit_bytes(size, asked, deadline)
+            tokenized = guarded(runtime.tokenization.tokenize, request)
+            runtime.batcher.learn_size(size, tokenized.request.tokens if tokenized.request else 0)
+        else:
+            tokenized = await self._on_thread(runtime, request, size, asked, deadline)
         tokenize_seconds = time.perf_counter() - started
-        runtime.batcher.learn_size(size, tokenized.request.tokens if tokenized.request else 0)
         scores = None if tokenized.request is None else await _submit(runtime, tokenized.request, deadline)
         by_document = None if scores is None else per_document(tokenized, scores)
         results = document_results(request, tokenized, by_document, runtime.profile.kind)
@@ -311,11 +317,23 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             self._sampler.offer(tokenized.request, scores)
         return response
 
-    async def _tokenized_request(self, runtime: Runtime, request: pb.ScoreRequest, size: int) -> Tokenized:
-        tokenize = runtime.tokenization.tokenize
-        if size <= INLINE_BYTES and given_in_ids(request):
-            return guarded(tokenize, request)
-        return await self.tokenizers.run(tokenize, request, size)
+    async def _on_thread(
+        self, runtime: Runtime, request: pb.ScoreRequest, size: int, asked: Asked, deadline: float | None
+    ) -> Tokenized:
+        """Raises Expired, unless the caller takes a part, be it none."""
+        each = request.options.max_tokens_per_document or runtime.limits.default_tokens_per_document
+        most = runtime.limits.max_context_tokens + each * len(request.documents)
+        runtime.batcher.admit_bytes(size, asked, deadline, self.tokenizers.ahead(size, most, asked, deadline))
+        try:
+            tokenized = await self.tokenizers.run(
+                runtime.tokenization.tokenize, request, size, most, asked=asked, deadline=deadline
+            )
+        except Expired:
+            if not asked.partial:
+                raise
+            return untokenized(request)
+        runtime.batcher.learn_size(size, tokenized.request.tokens if tokenized.request else 0)
+        return tokenized
 
     def _accepting(self) -> Runtime:
         if self._refusing is not None:
@@ -357,7 +375,7 @@ def _deadline(remaining: float | None) -> float | None:
 
 def _is_over(remaining: float, elapsed: float) -> bool:
     """Whether a call that ended after `elapsed` seconds of `remaining` ended by its deadline."""
-    return elapsed >= remaining - max(remaining * DEADLINE_SLACK, DEADLINE_SLACK_SECONDS)
+    return elapsed >= remaining - max(remaining * CALLERS_CLOCK, CALLERS_CLOCK_SECONDS)
 
 
 def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
@@ -380,10 +398,15 @@ def _reply_in_time(request: pb.ScoreRequest, deadline: float | None) -> float | 
 
 
 async def _submit(runtime: Runtime, request: TokenizedRequest, deadline: float | None) -> RequestScores:
+    """Raises Expired where the deadline came before it was accepted, unless the caller takes a part, be it none."""
     try:
         return await runtime.batcher.submit(request, deadline)
     except StrategyError as error:
         raise InvalidRequest.of("options.strategy", str(error)) from error
+    except Expired as error:
+        if not request.partial_ok:
+            raise
+        return RequestScores((None,) * len(request.items), str(error), 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 def _model_labels(runtime: Runtime) -> dict[str, str]:

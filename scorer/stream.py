@@ -70,8 +70,10 @@ class _Stream:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _start(self, message: pb.ScoreStreamRequest | Undecodable) -> None:
-        request_id = "" if isinstance(message, Undecodable) else message.request.request_id
         asked = message if isinstance(message, Undecodable) else self._checked(message)
+        request_id = "" if isinstance(message, Undecodable) else message.request.request_id
+        if isinstance(asked, Undecodable) and request_id in self._under_way:
+            request_id = ""  # under that id the first one is answered
         seconds = self._remaining()
         if not isinstance(message, Undecodable) and message.timeout_seconds > 0:
             seconds = min(message.timeout_seconds, math.inf if seconds is None else seconds)

@@ -69,6 +69,16 @@ class Tokenized:
     listwise: bool = False
 
 
+def untokenized(request: pb.ScoreRequest) -> Tokenized:
+    """What is known of a request whose deadline came before it was tokenized."""
+    told = "the deadline came before it was tokenized"
+    documents = tuple(
+        DocumentTokens(document.id or str(index), index, Status.DEADLINE, told, 0, 0, 0, False, None)
+        for index, document in enumerate(request.documents)
+    )
+    return Tokenized(None, documents, (), 0)
+
+
 def given_in_ids(request: pb.ScoreRequest) -> bool:
     """Whether there is no text to tokenize."""
     if request.WhichOneof("prefix") != "token_ids":

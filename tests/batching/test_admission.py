@@ -17,6 +17,7 @@ from batching.scheduler import (
     STRETCH,
     Scheduler,
     SchedulerLimits,
+    TextsAhead,
     Ticket,
     first_come,
 )
@@ -260,6 +261,40 @@ def test_bytes_refuse_nobody_where_nothing_can_be_said(kind):
     deadline = None if kind == "no deadline" else 0.4
     size = 100 if kind == "later ones" else 100_000
     made.admit_bytes(ticket(0, deadline, partial=kind == "partial"), size, queue, 0.0, 0.0)
+
+
+def test_texts_that_are_tokenised_before_it_count_as_tokens_and_as_time():
+    """A token a byte, a millisecond a token, half of what is predicted."""
+    made = scheduler()
+    made.learn_size(10, 10)
+    texts = TextsAhead(1000, ((300, 1000), (5000, 400)), 0.2)
+    need = OPTIMISM * (0.3 + 0.4 + 0.1)
+    with pytest.raises(CannotFinish) as caught:
+        made.admit_bytes(ticket(0, 5.0 + need - 0.1, submitted=5.0), 100, [], 0.0, 5.0, texts)
+    assert caught.value.retry_after == pytest.approx(0.1)
+    made.admit_bytes(ticket(0, 5.0 + need + 1e-6, submitted=5.0), 100, [], 0.0, 5.0, texts)
+    slow = texts._replace(seconds=2.0)
+    need = OPTIMISM * (2.0 + 0.1)
+    with pytest.raises(CannotFinish):
+        made.admit_bytes(ticket(0, 5.0 + need - 0.1, submitted=5.0), 100, [], 0.0, 5.0, slow)
+    made.admit_bytes(ticket(0, 5.0 + need + 1e-6, submitted=5.0), 100, [], 0.0, 5.0, slow)
+
+
+def test_a_request_has_no_more_tokens_than_its_documents_may_have():
+    made = scheduler()
+    made.learn_size(1, 1)
+    queue = waiting(made, ticket(10))
+    made.admit_bytes(ticket(0, 1.0), 50_000_000, queue, 0.0, 0.0, TextsAhead(most_tokens=500))
+    with pytest.raises(CannotFinish):
+        made.admit_bytes(ticket(0, 1.0), 50_000_000, queue, 0.0, 0.0, TextsAhead(most_tokens=5000))
+
+
+def test_the_tokenizers_alone_may_be_too_slow_and_an_idle_service_takes_anything():
+    made = scheduler()
+    made.pass_time.known = False
+    with pytest.raises(CannotFinish):
+        made.admit_bytes(ticket(0, 0.4), 10, [], 0.0, 0.0, TextsAhead(9, ((5, 5),), 1.0))
+    made.admit_bytes(ticket(0, 0.4), 10, [], 0.0, 0.0, TextsAhead(9, (), 1.0))
 
 
 # --- what tenants asked for

@@ -39,6 +39,42 @@ def test_bytes_that_could_not_be_in_time_are_refused_and_counted():
     virtual(scenario())
 
 
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("late", [0.0, 1e-9, 5.0])
+def test_a_deadline_that_has_come_is_told_as_such(busy, late):
+    async def scenario():
+        made = timed(1.0)
+        made.learn_size(1, 1)
+        running = [submitted(made, request([1], [2] * 40))] if busy else []
+        await asyncio.sleep(0.1)
+        deadline = made._clock() - late
+        for partial in (False, True):
+            with pytest.raises(Expired, match=r"^its deadline has come$"):
+                made.admit_bytes(10, Asked(partial=partial), deadline)
+            with pytest.raises(Expired, match=r"^its deadline has come$"):
+                await made.submit(request([3], [4], partial_ok=partial), deadline)
+        assert made.observer.counts == {"missed": 2}, "those that came after a first look that let them in"
+        await asyncio.gather(*running)
+        await made.drain()
+
+    virtual(scenario())
+
+
+def test_who_goes_at_its_own_deadline_was_late():
+    """gRPC gives up a hundredth of the whole time early; of what is left here that may be more than a hundredth."""
+
+    async def scenario():
+        made = timed(1.0)
+        calls = [submitted(made, request([n], [9]), 0.6) for n in range(4)]
+        for call, at in zip(calls, (0.58, 0.592, 0.599, 0.3), strict=True):
+            asyncio.get_running_loop().call_at(at, call.cancel)
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert made.observer.counts == {"missed": 2, "cancelled": 2}
+        await made.drain()
+
+    virtual(scenario())
+
+
 def test_a_class_of_bytes_stands_before_the_classes_below_it():
     async def scenario():
         made = timed(1.0, pass_tokens=64)

@@ -17,9 +17,10 @@ import torch
 from google.rpc import error_details_pb2, status_pb2
 
 from attention.plans import Strategy
-from batching.errors import Closed, DeviceFailed, Expired, QueueFull
+from batching.errors import Closed, DeviceFailed, Expired, QueueFull, refuse_expired
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
+from batching.scheduler import NOTHING_AHEAD
 from batching.select import StrategyError
 from batching.types import Item, RequestScores, Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
@@ -128,7 +129,8 @@ class FakeBatcher:
         strategy = Strategy.MULTI_ITEM if len(words) < 4 else Strategy.DIRECT_RAGGED
         return Scored(np.array([logits], np.float32), np.array([5.0], np.float32) if normalize else None, strategy)
 
-    def admit_bytes(self, size, asked, deadline):
+    def admit_bytes(self, size, asked, deadline, texts=NOTHING_AHEAD):
+        refuse_expired(deadline, time.monotonic())
         self.looked_at.append((size, asked))
 
     def learn_size(self, size, tokens):
@@ -239,6 +241,30 @@ def test_top_n_sorts_and_leaves_out_what_has_no_score():
     response = ask(build_request("q", documents, top_n=4))
     assert [r.index for r in response.results] == [2, 4, 0]
     assert [r.index for r in ask(build_request("q", documents, top_n=1)).results] == [2]
+
+
+@pytest.mark.parametrize("top_n", [1, 2, 3, 9])
+def test_behind_the_best_of_a_part_stand_those_that_had_no_turn(top_n):
+    """So a top N is known to be one of all documents, or of how many, and whom an earlier ranking has to place."""
+    runtime = FakeRuntime()
+    submit = runtime.batcher.submit
+
+    async def cut(request, deadline=None):
+        answer = await submit(request, deadline)
+        return replace(answer, scored=tuple(None if i in (0, 2) else one for i, one in enumerate(answer.scored)))
+
+    runtime.batcher.submit = cut
+    documents = ["a b c d", "", "a", "a b c", "a b", "logits nan 0"]
+    results = ask(build_request("q", documents, top_n=top_n, partial_ok=True), runtime).results
+    assert [r.index for r in results] == [*[4, 2][:top_n], 0, 3]
+    late = [r for r in results if r.status == pb.DOCUMENT_STATUS_DEADLINE]
+    assert [(r.id, r.HasField("score")) for r in late] == [("0", False), ("3", False)]
+    assert [r.status for r in results[: -len(late)]] == [pb.DOCUMENT_STATUS_OK] * min(top_n, 2)
+
+
+def test_where_all_had_their_turn_the_best_stand_alone():
+    results = ask(build_request("q", ["a", "a b", ""], top_n=1, partial_ok=True)).results
+    assert [r.index for r in results] == [1]
 
 
 def test_blank_documents_get_a_status_and_no_score():

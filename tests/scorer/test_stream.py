@@ -1,6 +1,7 @@
 """Many requests on one call, and prefixes sent ahead, behind a real gRPC server on loopback."""
 
 import asyncio
+import threading
 import time
 
 import grpc
@@ -11,7 +12,7 @@ from batching.errors import CannotFinish, Expired
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer import stream as streaming
-from scorer.client import ScorerError, build_request
+from scorer.client import ScorerClient, ScorerError, build_request
 from tests.scorer.test_service import FakeRuntime, count, ended, really, served
 from tests.tiny import tiny_model_dir
 
@@ -162,9 +163,66 @@ def test_an_id_under_way_is_not_taken_twice_and_is_free_again_afterwards():
             return twice, first, await call.read()
 
     twice, first, again = asyncio.run(scenario())
+    assert "'r0'" in twice.error.message
     assert "still under way" in twice.error.message
+    assert (twice.request_id, first.request_id) == ("", "r0"), "nobody takes it for the first one's"
     assert first.response.results
     assert again.response.results
+
+
+@pytest.mark.parametrize("kind", ["list", "async", "sync client"])
+@pytest.mark.parametrize("bad", ["r1", ""])
+def test_our_client_sends_no_request_that_could_not_be_told_from_another(kind, bad):
+    """Those before it are answered; it and what is behind it were never sent, which the caller hears at the end."""
+    requests = [*numbered(3), build_request("q", ["a"], request_id=bad), build_request("q", ["a"], request_id="z")]
+
+    async def one_by_one():
+        for request in requests:
+            yield request
+
+    async def all_of(stream, answers):
+        async for request_id, _ in stream:
+            answers.append(request_id)
+
+    def at_once(target, answers):
+        with ScorerClient(target) as client:
+            for request_id, _ in client.score_stream(requests):
+                answers.append(request_id)
+
+    async def scenario():
+        runtime, answers = FakeRuntime(), []
+        runtime.batcher.gate.clear()
+        asyncio.get_running_loop().call_later(0.2, runtime.batcher.gate.set)
+        async with served(runtime) as at:
+            if kind == "sync client":
+                call = asyncio.to_thread(at_once, at.target, answers)
+            else:
+                call = all_of(at.client.score_stream(requests if kind == "list" else one_by_one()), answers)
+            with pytest.raises(ValueError, match="request_id"):
+                await call
+            return sorted(answers), ended(at.metrics)
+
+    answers, codes = asyncio.run(scenario())
+    assert (answers, codes) == (["r0", "r1", "r2"], {"OK": 3})
+
+
+def test_an_id_is_free_for_our_client_once_its_answer_was_given():
+    async def scenario():
+        answered = asyncio.Event()
+
+        async def twice():
+            yield numbered(1)[0]
+            await answered.wait()
+            yield numbered(1)[0]
+
+        async with served(FakeRuntime()) as at:
+            ids = []
+            async for request_id, _ in at.client.score_stream(twice()):
+                ids.append(request_id)
+                answered.set()
+            return ids
+
+    assert asyncio.run(scenario()) == ["r0", "r0"]
 
 
 def test_each_request_has_its_own_deadline_and_none_outlives_the_call():
@@ -182,6 +240,91 @@ def test_a_deadline_that_comes_first_is_an_error_of_its_request():
     answers, codes = on_stream(numbered(2), FakeRuntime(error=Expired("late")))
     assert {answer.code for answer in answers.values()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
     assert codes == {"DEADLINE_EXCEEDED": 2}
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_deadline_that_has_come_is_refused_before_anything(partial):
+    runtime = FakeRuntime()
+    answers, codes = on_stream(numbered(3, partial_ok=partial), runtime, request_timeout=1e-9)
+    assert {str(answer) for answer in answers.values()} == {"DEADLINE_EXCEEDED: its deadline has come"}
+    assert codes == {"DEADLINE_EXCEEDED": 3}
+    assert runtime.tokenization.texts == {}
+
+
+def gated(runtime):
+    """Lets nothing through the runtime's tokenizer until the gate opens."""
+    gate, tokenize = threading.Event(), runtime.tokenization.tokenize
+    runtime.tokenization.tokenize = lambda request: gate.wait(20) and tokenize(request)
+    return gate
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_deadline_holds_while_the_tokenizer_has_other_texts(partial):
+    """With partial_ok every document is told to have had no turn; the reply still comes in time."""
+
+    async def scenario():
+        runtime = FakeRuntime()
+        gate = gated(runtime)
+        async with served(runtime) as at:
+            began = time.monotonic()
+            requests = numbered(6, partial_ok=partial)
+            answers = await collected(at.client.score_stream(requests, request_timeout=0.5))
+            took = time.monotonic() - began
+            gate.set()
+            misses = count(at.metrics, "deadline_misses_total")
+        return answers, took, misses, ended(at.metrics), runtime
+
+    answers, took, misses, codes, runtime = asyncio.run(scenario())
+    assert took >= 0.4, "at their deadline, not before"
+    assert (len(answers), misses, runtime.batcher.submitted) == (6, 6, 0)
+    assert runtime.batcher.sizes == [], "nothing was learned of what was not tokenized"
+    if partial:
+        assert codes == {"OK": 6}
+        results = [answer.results[0] for answer in answers.values()]
+        assert {(r.id, r.status, r.HasField("score")) for r in results} == {("0", pb.DOCUMENT_STATUS_DEADLINE, False)}
+        assert {r.message for r in results} == {"the deadline came before it was tokenized"}
+    else:
+        assert codes == {"DEADLINE_EXCEEDED": 6}
+        assert {answer.code for answer in answers.values()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@pytest.mark.parametrize("method", ["WarmPrefix", "BeamSearch"])
+def test_a_deadline_holds_for_calls_without_documents_too(method, model_dir):
+    async def scenario(at, runtime):
+        gate, prefix = threading.Event(), runtime.tokenization.prefix
+        runtime.tokenization.prefix = lambda request: gate.wait(20) and prefix(request)
+        asked = {
+            "WarmPrefix": pb.WarmPrefixRequest(raw_text="xyz"),
+            "BeamSearch": pb.BeamSearchRequest(raw_text="xyz", num_beams=2, max_new_tokens=4),
+        }[method]
+        async with grpc.aio.insecure_channel(at.target) as channel:
+            call = getattr(pb_grpc.ScorerServiceStub(channel), method)
+            codes = {await call(asked, timeout=0.3).code() for _ in range(3)}
+        await at.service.idle()
+        gate.set()
+        return codes, ended(at.metrics)
+
+    codes, counted = really(model_dir, scenario)
+    assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    assert counted == {"DEADLINE_EXCEEDED": 3}
+
+
+def test_texts_that_wait_for_the_tokenizer_count_at_the_first_look():
+    async def scenario():
+        runtime = FakeRuntime()
+        gate, looks = gated(runtime), []
+        runtime.batcher.admit_bytes = lambda size, asked, deadline, texts: looks.append(texts)
+        async with served(runtime) as at:
+            reading = asyncio.create_task(collected(at.client.score_stream(numbered(5))))
+            while len(looks) < 5:
+                await asyncio.sleep(0.01)
+            gate.set()
+            await reading
+        return looks
+
+    looks = asyncio.run(scenario())
+    assert [len(texts.sizes) for texts in looks] == [0, 1, 2, 3, 4]
+    assert {texts.most_tokens for texts in looks} == {8192 + 512}
 
 
 def test_cancelling_the_stream_cancels_what_is_under_way():
@@ -369,6 +512,40 @@ def test_every_kind_of_call_is_counted_and_logged_as_its_caller_saw_it(method, e
         {"WarmPrefix": "warm_prefix", "Score": "score", "BeamSearch": "beam_search"}[method],
     )
     assert (record.prefix_tokens > 0) == (end == "OK")
+
+
+EXTREMES = (0.0, -0.0, 5e-324, 1e-9, 1e-3, 1.0, 3600.0, 1e6, 1000000.1, 1e9, 1e18, 1e300, 1.7e308, float("inf"))
+
+
+def test_no_number_of_seconds_is_our_fault(model_dir):
+    """Each in company, so that turns are compared: an answer, or a status that is the caller's or says load."""
+    seconds = [sign * number for number in (*EXTREMES, float("nan")) for sign in (1, -1)]
+    messages = [
+        pb.ScoreStreamRequest(
+            request=build_request(f"q {i}", [f"Paris {i}"], request_id=f"{i}", priority=i % 4), timeout_seconds=number
+        )
+        for i, number in enumerate(seconds * 3)
+    ]
+
+    async def scenario(at, runtime):
+        async with grpc.aio.insecure_channel(at.target) as channel:
+            stub = pb_grpc.ScorerServiceStub(channel)
+            warmings = [
+                stub.WarmPrefix(warming("q", ttl_seconds=number), timeout=patience)
+                for number in seconds
+                for patience in (1e-9, 30.0, 1e9)
+            ]
+            answers = [answer async for answer in stub.ScoreStream(iter(messages), timeout=None)]
+            return answers, {await call.code() for call in warmings}, ended(at.metrics)
+
+    answers, warmed, codes = really(model_dir, scenario)
+    assert len(answers) == len(messages)
+    allowed = {"OK", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "CANCELLED"}
+    assert codes.keys() <= allowed
+    assert codes["OK"] > 20
+    assert {code.name for code in warmed} <= allowed
+    refused = {a.request_id for a in answers if a.error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]}
+    assert refused == {m.request.request_id for m in messages if not 0 <= m.timeout_seconds <= 1e6}
 
 
 def test_a_stream_over_a_real_model_equals_single_calls(model_dir):

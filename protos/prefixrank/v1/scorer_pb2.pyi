@@ -397,7 +397,11 @@ class ScoreOptions(google.protobuf.message.Message):
     """Limit on a document's own tokens, template not counted. 0: the profile's default."""
     truncation: global___Truncation.ValueType
     top_n: builtins.int
-    """Return only the best N results, sorted by score, best first. 0: all of them, in request order."""
+    """Return only the best N results, sorted by score, best first. 0: all of them, in request order. With partial_ok the
+    documents with DOCUMENT_STATUS_DEADLINE follow behind the best, in request order: where there are any, the N are the
+    best of those that were scored, and the ranking before this one can place the others. Documents with another status
+    are left out.
+    """
     partial_ok: builtins.bool
     """At the deadline, return what is scored; the other documents get DOCUMENT_STATUS_DEADLINE. The answer is sent a
     little before the deadline, so that it arrives in time.
@@ -727,10 +731,13 @@ class ScoreStreamRequest(google.protobuf.message.Message):
     REQUEST_FIELD_NUMBER: builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: builtins.int
     timeout_seconds: builtins.float
-    """The request's own deadline, in seconds from its arrival; 0: that of the call."""
+    """The request's own deadline, in seconds from its arrival, 1e6 at most; 0: that of the call."""
     @property
     def request(self) -> global___ScoreRequest:
-        """request_id must not be empty, and differ from that of every request still under way on this stream."""
+        """request_id must not be empty, and differ from that of every request still under way on this stream. One that has no
+        id of its own is refused with INVALID_ARGUMENT under an empty request_id, so that nobody takes the refusal for the
+        answer to the request that has the id; the error's details name it.
+        """
 
     def __init__(
         self,
@@ -777,6 +784,7 @@ class ScoreStreamResponse(google.protobuf.message.Message):
     RESPONSE_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     request_id: builtins.str
+    """Empty in the refusal of a request that cannot be told by its id."""
     @property
     def response(self) -> global___ScoreResponse: ...
     @property

@@ -1,0 +1,183 @@
+"""Whose text is tokenized next and what stands before a newcomer, over numbers and a clock that the test holds."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batching.scheduler import DISTANT, PRIORITY_SECONDS, Ticket
+from batching.tokenizing import LARGE_BYTES, TextQueue
+
+LARGE = LARGE_BYTES + 1
+
+
+def queue(threads=2, seconds_per_byte=1e-6):
+    """Of threads that are known to take a microsecond a byte."""
+    made = TextQueue(threads)
+    if seconds_per_byte:
+        text = added(made, 1000)
+        assert made.take(0.0) is text
+        made.ended(text, 1000 * seconds_per_byte)
+    return made
+
+
+def ticket(submitted=0.0, deadline=None, tenant="", priority=0, partial=False):
+    return Ticket(tenant, priority, submitted, deadline, partial)
+
+
+def added(made, size, now=0.0, **who):
+    text = made.look(ticket(now, **who), size, 1 << 20, now)
+    made.add(text, now)
+    return text
+
+
+def taken(made, count, now=0.0):
+    """The next ones, each ended before the next is taken."""
+    order = []
+    for _ in range(count):
+        order.append(made.take(now))
+        made.ended(order[-1], None)
+    return order
+
+
+def test_classes_then_deadlines_then_arrival():
+    made = queue()
+    late, soon = added(made, 10, deadline=0.9), added(made, 10, deadline=0.5)
+    none, low, high = added(made, 10), added(made, 10, priority=-1), added(made, 10, priority=1)
+    again = added(made, 10, 0.05)
+    assert taken(made, 6) == [high, none, again, soon, late, low]
+
+
+def test_what_cannot_be_in_time_any_more_goes_last():
+    made = queue()
+    hopeless, patient = added(made, 900_000, deadline=0.5), added(made, 10, deadline=0.8)
+    part = added(made, 900_000, deadline=0.6, partial=True)
+    assert taken(made, 3) == [part, patient, hopeless]
+
+
+def test_what_waits_long_is_not_passed_for_ever():
+    made = queue()
+    old = added(made, 10, 0.0, priority=-1)
+    now = 2 * PRIORITY_SECONDS + DISTANT
+    added(made, 10, now, priority=1)
+    assert made.take(now) is old
+
+
+def test_a_deadline_that_has_come_is_never_begun():
+    made = queue()
+    late, other = added(made, 10, deadline=0.2), added(made, 10, deadline=5.0)
+    assert made.take(0.2) is other
+    assert made.take(0.2) is None
+    assert made.bytes == 20, "it counts until the one who waits for it goes"
+    made.give_up(late)
+    assert made.bytes == 10
+
+
+def test_tenants_have_their_turns():
+    made = queue()
+    many = [added(made, 100_000, tenant="many") for _ in range(20)]
+    one = added(made, 100_000, tenant="one")
+    order = taken(made, 21)
+    assert order.index(one) < 6
+    assert [text for text in order if text is not one] == many
+    turns = [added(made, 100_000, tenant=tenant) for tenant in "ab" * 10]
+    assert taken(made, 20) == turns, "one of each"
+
+
+def test_large_ones_leave_a_thread_to_small_ones():
+    made = queue()
+    large = [added(made, LARGE, deadline=9.0) for _ in range(3)]
+    assert made.take(0.0) is large[0]
+    assert made.take(0.0) is None
+    small = added(made, LARGE_BYTES, deadline=99.0)
+    assert made.take(0.0) is small
+    made.ended(small, None)
+    assert made.take(0.0) is None
+    made.ended(large[0], None)
+    assert made.take(0.0) is large[1]
+
+
+def test_one_thread_takes_all_of_them():
+    made = queue(threads=1)
+    large = added(made, LARGE)
+    assert made.take(0.0) is large
+
+
+def test_what_a_byte_takes_is_learned_by_bytes():
+    made = TextQueue(2)
+    assert made.seconds_per_byte == 0.0
+    for size, seconds in ((100, 0.001), (1_000_000, 0.5)):
+        text = added(made, size)
+        made.take(3.0)
+        made.ended(text, 3.0 + seconds)
+    assert made.seconds_per_byte == pytest.approx(0.5e-6, rel=0.01)
+    ended_badly = added(made, 1_000_000)
+    made.take(4.0)
+    made.ended(ended_badly, None)
+    assert made.seconds_per_byte == pytest.approx(0.5e-6, rel=0.01)
+
+
+def test_what_stands_before_a_small_one():
+    made = queue()
+    running = added(made, 400_000, deadline=5.0)
+    made.take(0.0)
+    before, behind = added(made, 300_000, deadline=0.5), added(made, 200_000, deadline=0.9)
+    added(made, LARGE, deadline=0.1)
+    new = made.look(ticket(0.1, 0.6), 50_000, 77, 0.1)
+    ahead = made.ahead(new, 0.1)
+    assert ahead.most_tokens == 77
+    assert sorted(size for size, _ in ahead.sizes) == [before.size, running.size]
+    assert ahead.seconds == pytest.approx((0.3 + 0.3) / 2 + 0.05)
+    assert behind.size not in dict(ahead.sizes)
+
+
+def test_what_stands_before_a_large_one():
+    made = queue()
+    running, small = added(made, 2 * LARGE, deadline=5.0), added(made, 1000, deadline=0.5)
+    assert made.take(0.0) is small
+    made.give_up(small)  # a thread has it: it goes on
+    assert made.take(0.0) is running
+    ahead = made.ahead(made.look(ticket(0.1, 0.9), 3 * LARGE, 9, 0.1), 0.1)
+    assert sorted(size for size, _ in ahead.sizes) == [small.size, running.size]
+    assert ahead.seconds == pytest.approx(5 * LARGE * 1e-6 - 0.1), "one large one after the other"
+
+
+STEPS = st.tuples(
+    st.sampled_from(["add", "add", "take", "end", "give up", "wait"]),
+    st.sampled_from([0, 10, 5000, LARGE_BYTES, LARGE, 50 << 20]),
+    st.sampled_from([None, 0.001, 0.5, 3.0, 1e6]),
+    st.sampled_from(["a", "b", "c"]),
+    st.sampled_from([-1, 0, 1]),
+)
+
+
+@given(st.integers(1, 4), st.lists(STEPS, max_size=60))
+def test_nothing_is_lost_begun_twice_or_begun_late(threads, steps):
+    made, now = TextQueue(threads), 0.0
+    waiting, running = [], []
+    for do, size, patience, tenant, priority in steps:
+        if do == "add":
+            deadline = None if patience is None else now + patience
+            waiting.append(added(made, size, now, deadline=deadline, tenant=tenant, priority=priority))
+        elif do == "take" and len(running) < threads:
+            text = made.take(now)
+            able = [t for t in waiting if t.ticket.deadline is None or now < t.ticket.deadline]
+            if sum(t.large for t in running) >= max(1, threads - 1):
+                able = [t for t in able if not t.large]
+            assert (text is None) == (not able)
+            if text is not None:
+                assert text in able
+                waiting.remove(text)
+                running.append(text)
+        elif do == "end" and running:
+            made.ended(running.pop(0), now)
+        elif do == "give up" and waiting:
+            made.give_up(waiting.pop())
+        else:
+            now += 0.3
+        assert made.bytes == sum(t.size for t in (*waiting, *running))
+        assert all(size >= 0 for size, _ in made.ahead(made.look(ticket(now, now + 1.0), 10, 9, now), now).sizes)
+    for text in waiting:
+        made.give_up(text)
+    for text in running:
+        made.ended(text, now)
+    assert (made.bytes, made._waiting, made._running, dict(made._tenants), made._promised) == (0, {}, {}, {}, {})
