@@ -101,7 +101,7 @@ class Batcher:
         salt: bytes = b"",
         tiers: tuple[Tiers, Rates] | None = None,
     ) -> None:
-        """salt: what the cached K/V depends on beside tokens and tenant: the model and the profile's revision.
+        """salt: what the cached K/V depends on beside tokens and tenant: the profile's revision.
 
         tiers: stores below the pages, and how fast they are.
         """

@@ -55,8 +55,8 @@ SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreS
 # than it takes.
 INLINE_BYTES = 64 * 1024
 
-# What partial_ok keeps of the deadline for the reply: so many seconds, and more for each document, but no more than this
-# part of what is left. A document's result takes a few microseconds, ten where others want the processor too.
+# What partial_ok keeps of the deadline for the reply: so many seconds, and more for each document (its result takes a
+# few microseconds, ten where others want the processor too), but no more than this part of what is left.
 REPLY_SECONDS, REPLY_DOCUMENT_SECONDS, REPLY_PART = 0.02, 2e-5, 0.15
 
 
