@@ -15,17 +15,18 @@ from attention.article import row
 from attention.cost import cost, shapes
 from attention.layout import Ints
 from attention.plans import Strategy
-from attention.timing import CANDIDATES, TimeModel, built_in
+from attention.timing import CANDIDATES, TimeModel
 from batching.select import Measured, Threshold, choose
 from batching.types import Item, TokenizedRequest
 from scorer.errors import ConfigError
+from scorer.times import load_times
 
 AGREES = 1.03  # the article's choice counts as right where it is within 3 % of the fastest
 
 
 def run(args: argparse.Namespace) -> int:
     """Explains one request, a file of them, or a map of them."""
-    model = _model(args.calibration)
+    model = load_times(args.calibration)
     if args.map is not None:
         draw_map(model, args.map)
         print(f"wrote {args.map}")
@@ -86,15 +87,6 @@ def _costs(
 
 def _policy(model: TimeModel, args: argparse.Namespace) -> Measured | Threshold:
     return Measured(model) if args.policy == "measured" else Threshold(args.multi_item_max_tokens)
-
-
-def _model(path: Path | None) -> TimeModel:
-    if path is None:
-        return built_in()
-    try:
-        return TimeModel.read(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--calibration {path}: {error}") from None
 
 
 def _items(text: str) -> Ints:
