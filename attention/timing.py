@@ -42,6 +42,7 @@ FUSED_RESIDENT = 2  # of its CTAs share a processor
 MASKED_BLOCK = 1.3  # blocks without a mask that a masked one costs
 TILE_BLOCKS = 2.0  # blocks that a tile's beginning and end cost
 KV_TILE = 64  # keys that a CTA takes at a time: a partial tile costs about as much as half of these
+MEASURED_PREFIX, MEASURED_TOKENS = 8192, 65_536  # the most that calibrations measure: of a prefix, of a request
 ENOUGH = 90  # measured launches of one tile size that deserve a fit of their own
 FIELDS = ("mean", "scale", "coefficients")
 HEADS = ("heads", "kv_heads", "head_dim")
