@@ -260,8 +260,8 @@ class TimeModel:
         ]
         return sorted(ranked)
 
-    def write(self, path: Path) -> None:
-        """As JSON."""
+    def text(self) -> str:
+        """As JSON, for `read`."""
         document = {
             "machine": {"name": self.machine.name, "processors": self.machine.processors},
             "heads": {name: getattr(self.heads, name) for name in HEADS},
@@ -270,7 +270,11 @@ class TimeModel:
             "fits": {name: fit.as_lists() for name, fit in self.fits.items()},
             "decode": self.decode.as_lists(),
         }
-        path.write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
+        return json.dumps(document, separators=(",", ":")) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Its text."""
+        path.write_text(self.text(), encoding="utf-8")
 
     @classmethod
     def read(cls, text: str) -> TimeModel:

@@ -2,12 +2,14 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
 from attention.plans import HeadShape
 from attention.timing import built_in
 from scorer.__main__ import main
+from scorer.calibrate import require_whole
 from scorer.errors import ConfigError
 from scorer.runtime import Runtime
 from scorer.times import load_times, warn_of_others
@@ -84,3 +86,13 @@ def test_a_start_with_a_calibration_of_other_heads_says_so(tmp_path, caplog):
     built_in().write(tmp_path / "c.json")
     Runtime.load(config(tmp_path, calibration=str(tmp_path / "c.json"))).close()
     assert any("of layers with 16/8 heads of 128, and the model has 4/2 heads of 16" in w for w in warnings(caplog))
+
+
+def test_calibrate_writes_nothing_that_no_service_would_take():
+    made = built_in()
+    require_whole(made, 50.0)
+    few = dict(list(made.fits.items())[:5])
+    with pytest.raises(ConfigError, match=r"--seconds 0\.5 measured too little: not a calibration: fits\."):
+        require_whole(replace(made, fits=few), 0.5)
+    with pytest.raises(ConfigError, match="a finite number"):
+        require_whole(replace(made, copy_ms=(float("nan"), 0.0)), 50.0)
