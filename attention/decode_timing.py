@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention.decode import DecodeStrategy
+from attention.fields import Fields
 
 Reals = NDArray[np.float64]
 
-
+MOST_MS = 1e4  # of any part of a layer's time that a calibration tells: more is damage
 FEW_BEAMS = 32  # with the 8 KV heads that laws are fitted with: see DecodeBlocks.few_programs
 
 
@@ -67,12 +68,10 @@ class DecodeLaw:
         return {strategy.value: list(terms) for strategy, terms in self.milliseconds.items()}
 
     @classmethod
-    def of(cls, given: Mapping[str, Sequence[float]]) -> DecodeLaw:
-        """What `as_lists` gave. Raises KeyError, TypeError or ValueError where it is something else."""
-        law = cls({strategy: tuple(map(float, given[strategy.value])) for strategy in DecodeStrategy})
-        for strategy in DecodeStrategy:
-            law.time(strategy, DecodePoint(1, 1, 1))
-        return law
+    def of(cls, given: Fields) -> DecodeLaw:
+        """What `as_lists` gave. Raises ValueError with the field's path where it is something else."""
+        counts = {strategy: len(_features(strategy, DecodePoint(1, 1, 1))) for strategy in DecodeStrategy}
+        return cls({s: tuple(given.numbers(s.value, count, 0.0, MOST_MS)) for s, count in counts.items()})
 
 
 def _not_negative(x: Reals, y: Reals) -> Reals:

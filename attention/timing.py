@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention.cost import PACKED_ROWS, LaunchShape, scans, shapes
-from attention.decode_timing import BUILT_IN, DecodeLaw
+from attention.decode import DecodeStrategy
+from attention.decode_timing import BUILT_IN, MOST_MS, DecodeLaw
+from attention.fields import Fields, parse
 from attention.layout import Ints
 from attention.plans import HeadShape, MaskKind, Strategy
 from attention.tiles import Cut, count_blocks, parts_of
@@ -40,8 +42,17 @@ FUSED_RESIDENT = 2  # of its CTAs share a processor
 MASKED_BLOCK = 1.3  # blocks without a mask that a masked one costs
 TILE_BLOCKS = 2.0  # blocks that a tile's beginning and end cost
 KV_TILE = 64  # keys that a CTA takes at a time: a partial tile costs about as much as half of these
+MEASURED_PREFIX, MEASURED_TOKENS = 8192, 65_536  # the most that calibrations measure: of a prefix, of a request
 ENOUGH = 90  # measured launches of one tile size that deserve a fit of their own
 FIELDS = ("mean", "scale", "coefficients")
+HEADS = ("heads", "kv_heads", "head_dim")
+FA2_TILES = (16, 64, 128)  # packed rows
+FEATURES, FUSED_FEATURES = 12, 7  # of fa2's and fa3's launches, and of our own kernel's
+FUSED_FIT = f"fused/{MaskKind.MULTI_ITEM}/ragged"
+LEAST_SCALE = 1e-6  # of a feature that hardly varied
+REACH = 3.0  # standard deviations from what was measured that a fit is followed
+# What a calibration may say; more is damage. Features and predictions are logarithms: e ** MOST_LOG is still a number.
+MOST_LOG, MOST_HEADS, MOST_PROCESSORS = 300.0, 65_536, 65_536
 
 
 class Ranked(NamedTuple):
@@ -140,7 +151,7 @@ class Fit:
     @classmethod
     def of(cls, x: Reals, milliseconds: Reals, ridge: float = 1.0) -> Fit:
         """Least squares with a little shrinkage. x: [n, F]; milliseconds: [n]."""
-        mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-6)
+        mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), LEAST_SCALE)
         terms = _quadratic((x - mean) / scale)
         penalty = ridge * np.eye(terms.shape[1])
         penalty[0, 0] = 0.0
@@ -153,7 +164,7 @@ class Fit:
 
     def milliseconds(self, x: Reals) -> Reals:
         """[n] for features [n, F], held within what was measured: a quadratic says nothing outside."""
-        inside = np.clip((x - self.mean) / self.scale, -3.0, 3.0)
+        inside = np.clip((x - self.mean) / self.scale, -REACH, REACH)
         predicted: Reals = np.exp(_quadratic(inside) @ self.coefficients)
         return predicted
 
@@ -249,30 +260,76 @@ class TimeModel:
         ]
         return sorted(ranked)
 
-    def write(self, path: Path) -> None:
-        """As JSON."""
+    def text(self) -> str:
+        """As JSON, for `read`."""
         document = {
             "machine": {"name": self.machine.name, "processors": self.machine.processors},
-            "heads": {name: getattr(self.heads, name) for name in ("heads", "kv_heads", "head_dim")},
+            "heads": {name: getattr(self.heads, name) for name in HEADS},
             "copy_ms": self.copy_ms,
             "merge_ms": self.merge_ms,
             "fits": {name: fit.as_lists() for name, fit in self.fits.items()},
             "decode": self.decode.as_lists(),
         }
-        path.write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
+        return json.dumps(document, separators=(",", ":")) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Its text."""
+        path.write_text(self.text(), encoding="utf-8")
 
     @classmethod
     def read(cls, text: str) -> TimeModel:
-        """What `write` wrote. Raises ValueError where it is something else."""
+        """What `write` wrote. Raises ValueError with the field's path and what it must be where it is something else:
+        a calibration that is read predicts a time for every launch of every strategy."""
         try:
-            given = json.loads(text)
-            fits = {name: Fit(*(np.array(fit[k]) for k in FIELDS)) for name, fit in given["fits"].items()}
-            heads = HeadShape(**given["heads"], scale=given["heads"]["head_dim"] ** -0.5, dtype=None)
-            decode = DecodeLaw.of(given["decode"]) if "decode" in given else BUILT_IN
-            laws = tuple(given["copy_ms"]), tuple(given["merge_ms"]), decode
-            return cls(Machine(**given["machine"]), heads, fits, *laws)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"not a calibration: {error!r}") from None
+            given = Fields.of(parse(text), ("machine", "heads", "copy_ms", "merge_ms", "fits"), ("decode",))
+            machine = given.part("machine", ("name", "processors"))
+            decode = BUILT_IN
+            if "decode" in given.values:
+                decode = DecodeLaw.of(given.part("decode", [strategy.value for strategy in DecodeStrategy]))
+            heads, fits = _heads_of(given.part("heads", HEADS)), _fits_of(given)
+            copy, merge = (given.numbers(name, 2, 0.0, MOST_MS) for name in ("copy_ms", "merge_ms"))
+            processors = machine.whole("processors", 1, MOST_PROCESSORS)
+            laws = (copy[0], copy[1]), (merge[0], merge[1]), decode
+            return cls(Machine(machine.text("name"), processors), heads, fits, *laws)
+        except ValueError as error:
+            raise ValueError(f"not a calibration: {error}") from None
+
+
+def _heads_of(given: Fields) -> HeadShape:
+    heads, kv_heads, head_dim = (given.whole(name, 1, MOST_HEADS) for name in HEADS)
+    if heads % kv_heads:
+        raise ValueError(f"heads.kv_heads: a divisor of the {heads} heads, got {kv_heads}")
+    return HeadShape(heads, kv_heads, head_dim, scale=head_dim**-0.5, dtype=None)
+
+
+def _fits_of(given: Fields) -> dict[str, Fit]:
+    """Those that every launch needs, and those of one tile size."""
+    needed = needed_fits()
+    tiles = [f"{name}/{tile}" for name in needed if name.startswith("fa2/") for tile in FA2_TILES]
+    fits = given.values["fits"]
+    if isinstance(fits, dict) and [name for name in needed if name not in fits] == [FUSED_FIT]:
+        raise ValueError(f"fits.{FUSED_FIT}: measured before the fused kernel: run prefixrank calibrate again")
+    known = given.part("fits", needed, tiles)
+    return {name: _fit_of(known.part(name, FIELDS), name) for name in known.values}
+
+
+def _fit_of(given: Fields, name: str) -> Fit:
+    count = FUSED_FEATURES if name.startswith("fused/") else FEATURES
+    mean = given.numbers("mean", count, -MOST_LOG, MOST_LOG)
+    scale = given.numbers("scale", count, 0.999 * LEAST_SCALE, MOST_LOG)  # as written to nine digits
+    terms = _quadratic(np.full((1, count), REACH))[0]
+    coefficients = np.array(given.numbers("coefficients", len(terms), -MOST_LOG, MOST_LOG))
+    if (most := float(terms @ np.abs(coefficients))) > MOST_LOG:
+        raise ValueError(f"{given.at('coefficients')}: add up to no more than {MOST_LOG:g} anywhere, got {most:.3g}")
+    return Fit(np.array(mean), np.array(scale), coefficients)
+
+
+def needed_fits() -> list[str]:
+    """Names of the fits without which some launch of some strategy has no time."""
+    heads, lengths = HeadShape(1, 1, 1, scale=1.0, dtype=None), np.ones(2, np.int32)
+    made = [s for strategy in CANDIDATES for cached in (0, 1) for s in shapes(strategy, 2, cached, lengths)]
+    names = {fits_for(s, kernel, heads)[-1]: None for s in made for kernel in kernels_for(s)}
+    return list(names)
 
 
 def built_in() -> TimeModel:

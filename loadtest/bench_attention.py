@@ -87,10 +87,10 @@ def measure(rows_file: Path, rates_file: Path, calibration: Path | None) -> None
     from rich.console import Console
     from rich.progress import track
 
-    from attention.timing import TimeModel, built_in
+    from scorer.times import load_times
 
     _need_gpu()
-    model = built_in() if calibration is None else TimeModel.read(calibration.read_text(encoding="utf-8"))
+    model = load_times(calibration)
     have = {row.key for row in read_rows(rows_file)}
     missing = [w for w in wanted() if (*w[:4], w[5].value, *w[6:]) not in have]
     todo = [(point, [Variant(*w[5:]) for w in group]) for point, group in groupby(missing, key=lambda w: w[:5])]

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from attention.plans import HeadShape
+from attention.timing import TimeModel
 from scorer.errors import ConfigError
 
 
@@ -27,9 +28,18 @@ def run(args: argparse.Namespace) -> int:
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=1.0)
         model = calibrate(shape, args.seconds, tell=lambda share: progress.update(task, completed=share))
+    require_whole(model, args.seconds)
     model.write(args.output)
     print(f"wrote {args.output}: {len(model.fits)} fits for {heads}/{kv_heads} heads on {model.machine.name}")
     return 0
+
+
+def require_whole(model: TimeModel, seconds: float) -> None:
+    """Raises ConfigError where no service would take what was measured: too few launches in too short a time."""
+    try:
+        TimeModel.read(model.text())
+    except ValueError as error:
+        raise ConfigError(f"--seconds {seconds:g} measured too little: {error}") from None
 
 
 def _heads(args: argparse.Namespace) -> tuple[int, int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from attention.factory import make
 from attention.kv_pages import KvPages
 from attention.strategy import Attention
-from attention.timing import TimeModel, built_in
+from attention.timing import TimeModel
 from scorer.beam_setup import beam_pages
 from scorer.config import EMBEDDED, Config
 from scorer.embedded import embedded_model
@@ -25,6 +24,7 @@ from scorer.memory import MemoryPlan
 from scorer.model import ScoringModel
 from scorer.place import Place
 from scorer.sizing import plan_memory
+from scorer.times import load_times
 
 if TYPE_CHECKING:
     from scorer.fast_path import FastPath
@@ -61,6 +61,7 @@ def load_device(
     model is not the one to serve. Raises StartError."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    time_model = load_times(config.calibration)  # before the model: a damaged file is told at once
     source = source_of(config)
     group = _join(config, place)
     model = load_model(source, config.dtype, config.device, config.allow_download, config.tensor_parallel)
@@ -72,7 +73,6 @@ def load_device(
     kept_pages = memory.cache_tokens // config.page_size
     of_beams = beam_pages(config, model)
     lasting = kept_pages + of_beams
-    time_model = _time_model(config)
     kv_pages = KvPages(lasting + memory.scratch_pages, config.page_size)
     attention = _attention(config, model, kv_pages, time_model)
     fast = None if prepared is None else capture(prepared, kv_pages, kept_pages, lasting, memory)
@@ -120,12 +120,3 @@ def _attention(config: Config, model: ScoringModel, kv_pages: KvPages, time_mode
                 raise ModelError(f"--attention flashinfer: {error}") from None
             log.warning("attention runs on torch: %s", error)
     return make("torch", kv_pages)
-
-
-def _time_model(config: Config) -> TimeModel:
-    if config.calibration is None:
-        return built_in()
-    try:
-        return TimeModel.read(Path(config.calibration).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"calibration {config.calibration}: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from scorer import remote
@@ -17,6 +18,7 @@ EXPLAIN_EXAMPLE = """example:
 
 Lengths are in tokens, times in milliseconds of one layer on the calibrated machine. A line of --lengths is
 {"prefix": 120, "items": [90, 75, 130]}, with "cached" if some of the prefix is. --items takes lengths and LENGTHxCOUNT.
+A strategy that the service would refuse for such lengths has "-" for a time, and the reason below the table.
 Exit codes: 0; 2 what was given cannot be explained."""
 
 CALIBRATE_EXAMPLE = """example:
@@ -169,16 +171,24 @@ def bench_load(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _whole(text: str) -> int:
+    """Raises argparse.ArgumentTypeError."""
+    if re.fullmatch(r"[+-]?[0-9]{1,30}", text, re.ASCII) is None:
+        raise argparse.ArgumentTypeError(f"a whole number, got {text[:40]!r}")
+    return int(text)
+
+
 def add_explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefix", type=int, default=96, metavar="N", help="tokens of the prefix (default: 96)")
+    parser.add_argument("--prefix", type=_whole, default=96, metavar="N", help="tokens of the prefix (default: 96)")
     parser.add_argument("--items", default="4,4", metavar="N,N", help="tokens of each item (default: 4,4)")
-    parser.add_argument("--cached", type=int, default=0, metavar="N", help="prefix tokens that are cached (default: 0)")
-    parser.add_argument("--q-tile", type=int, default=8, metavar="N", help="query tokens of a tile (default: 8)")
+    parser.add_argument("--cached", type=_whole, default=0, metavar="N", help="prefix tokens in cache (default: 0)")
+    parser.add_argument("--q-tile", type=_whole, default=8, metavar="N", help="query tokens of a tile (default: 8)")
     parser.add_argument("--policy", choices=["measured", "threshold"], default="measured", help="how to choose")
-    parser.add_argument("--multi-item-max-tokens", type=int, default=64, metavar="N", help="threshold (default: 64)")
+    parser.add_argument("--multi-item-max-tokens", type=_whole, default=64, metavar="N", help="threshold (default: 64)")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="what prefixrank calibrate wrote")
-    parser.add_argument("--lengths", type=Path, metavar="FILE", help="JSON lines of real requests' lengths")
-    parser.add_argument("--map", type=Path, metavar="PNG", help="draw the choice over prefix and item lengths")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--lengths", type=Path, metavar="FILE", help="JSON lines of real requests' lengths")
+    which.add_argument("--map", type=Path, metavar="PNG", help="draw the choice over prefix and item lengths")
     parser.add_argument("--json", action="store_true", help="write JSON")
 
 

@@ -32,6 +32,7 @@ from scorer.place import Place
 from scorer.profile import Profile, builtin_names, load_profile
 from scorer.selfcheck import TOLERANCE, check_golden, check_packing
 from scorer.sizing import MAX_PASS_ITEMS
+from scorer.times import warn_of_others
 from scorer.tokenization import Tokenization, load_tokenizer
 from scorer.worst_pass import warm_up
 
@@ -82,7 +83,9 @@ class Runtime:
         profile = _profile(config)
         device = load_device(config, place, lambda model: _check_head(profile, model))
         model, engine = device.model, device.engine
-        limits = _limits(config, profile, model, device.memory)
+        limits, policy = _limits(config, profile, model, device.memory), _policy(config, device)
+        if config.calibration is not None or isinstance(policy, Measured):
+            warn_of_others(device.time_model, model.head_shape, _machine(model))
         source = source_of(config)
         tokenizer = load_tokenizer(tokenizer_place(source), config.allow_download)
         tokenization = Tokenization(tokenizer, profile, limits, model.classes)
@@ -91,7 +94,7 @@ class Runtime:
         batcher = Batcher(
             engine.execute,
             BatcherLimits(limits.max_pass_tokens, MAX_PASS_ITEMS, config.max_queue_tokens),
-            _policy(config, device),
+            policy,
             PrefixCache(PagePool(device.kept_pages), config.page_size),
             scheduling=Scheduling(
                 shares=FairShares(config.tenant_weights), passes_in_flight=1 if device.fast is None else 2
@@ -232,6 +235,10 @@ def _policy(config: Config, device: Device) -> Policy:
     if config.policy == "measured" or (config.policy == "auto" and device.engine.attention.name == "flashinfer"):
         return Measured(device.time_model, window)
     return Threshold(config.multi_item_max_tokens, window)
+
+
+def _machine(model: ScoringModel) -> str:
+    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
 
 
 def _shortest_window(model: ScoringModel) -> int | None:

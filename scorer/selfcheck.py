@@ -58,8 +58,14 @@ class Deviation:
 def sample_requests(
     tokenization: Tokenization, queries: Sequence[str] = QUERIES, documents: Sequence[str] = DOCUMENTS
 ) -> list[TokenizedRequest]:
-    """A few queries with short and long, plain and awkward documents, cut to what the profile takes."""
-    return [made for query in queries if (made := _sample(tokenization, query, documents)) is not None]
+    """A few queries with short and long, plain and awkward documents, cut to what the profile takes.
+
+    Raises ModelError where the limits take none: over no document at all every strategy would be exact.
+    """
+    made = [sample for query in queries if (sample := _sample(tokenization, query, documents)) is not None]
+    if not made:
+        raise ModelError(f"the limits let none of the sample documents through: {_RAISE}")
+    return made
 
 
 def _sample(tokenization: Tokenization, query: str, documents: Sequence[str]) -> TokenizedRequest | None:
@@ -119,8 +125,6 @@ def check_packing(
     """Every strategy that AUTO may take, on samples. Raises ModelError where one is off or scores are constant."""
     allowed = TOLERANCE[engine.model.dtype] if tolerance is None else tolerance
     samples = sample_requests(tokenization, QUERIES[:1], START_DOCUMENTS)
-    if not samples:
-        raise ModelError(f"the limits let none of the start's sample documents through: {_RAISE}")
     requests = [(request, alone_all(engine.model, request)) for request in samples]
     _refuse_constant([scored for _, expected in requests for scored in expected], kind)
     strategies = [s for s in may_take(policy) if s not in WINDOWLESS or policy.window is None]

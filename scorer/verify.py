@@ -21,7 +21,6 @@ from scorer.runtime import Runtime
 from scorer.selfcheck import (
     DOCUMENTS,
     QUERIES,
-    TOLERANCE,
     Deviation,
     alone_all,
     deviation,
@@ -31,19 +30,25 @@ from scorer.selfcheck import (
 
 
 def run(config: Config, record: Path | None = None) -> int:
-    """Prints the deviations; with `record`, writes the profile with golden scores there. 0: all within tolerance."""
-    console = Console()
+    """Loads the model and proves it. 0: all within tolerance. Raises StartError."""
     runtime = Runtime.load(config)
     try:
-        runtime.tokenization.prove()
-        tolerance = config.tolerance or TOLERANCE[runtime.engine.model.dtype]
-        found, refused = deviations(runtime)
-        console.print(_table(runtime, found, refused, tolerance))
-        if record is not None:
-            _record(runtime, record)
-            console.print(f"wrote {record} with golden scores", highlight=False)
+        return prove(runtime, record)
     finally:
         runtime.close()
+
+
+def prove(runtime: Runtime, record: Path | None = None) -> int:
+    """Prints the deviations; with `record`, writes the profile with golden scores there. 0: all within the tolerance of
+    the service's own start. Raises StartError."""
+    console = Console()
+    runtime.tokenization.prove()
+    tolerance = runtime.tolerance
+    found, refused = deviations(runtime)
+    console.print(_table(runtime, found, refused, tolerance))
+    if record is not None:
+        _record(runtime, record)
+        console.print(f"wrote {record} with golden scores", highlight=False)
     worst = max(d.score for d in found)
     within = worst <= tolerance
     verdict = "within" if within else "BEYOND"
@@ -52,7 +57,8 @@ def run(config: Config, record: Path | None = None) -> int:
 
 
 def deviations(runtime: Runtime) -> tuple[list[Deviation], dict[Strategy, str]]:
-    """Every strategy's deviation on the sample requests, and why some cannot compute them."""
+    """Every strategy's deviation on the sample requests, and why some cannot compute them. Raises ModelError where the
+    limits take none of the samples."""
     requests = sample_requests(runtime.tokenization)
     console = Console(stderr=True)
     expected = [

@@ -29,10 +29,10 @@ from scorer.demo import LOOPBACK_OPTIONS, Server
 from scorer.engine import Engine
 from scorer.errors import ModelError
 from scorer.profile import load_profile
-from scorer.runtime import Runtime
+from scorer.runtime import Runtime, load_checked
 from scorer.selfcheck import TOLERANCE, alone_all, deviation
 from scorer.server import SERVICE
-from scorer.verify import deviations
+from scorer.verify import deviations, prove
 from tests.models import last_prefix_token_hidden
 from tests.scorer.test_service import served
 from tests.tiny import tiny_model_dir
@@ -288,6 +288,32 @@ def test_verify_past_the_tolerance_exits_with_one(qwen3, capsys):
     out = capsys.readouterr().out
     assert "BEYOND the tolerance of 1e-12" in out
     assert out.count("EXCEEDED") >= len(Strategy) - 1  # naive may be equal to the bit
+
+
+@pytest.mark.parametrize("limit", ["--max-context-tokens=40", "--max-request-tokens=1"])
+def test_verify_and_the_start_refuse_limits_that_take_no_sample(qwen3, capsys, limit):
+    """Over no document every strategy would be exact."""
+    assert main(["verify", f"--model={qwen3}", "--profile=instruct", limit]) == 2
+    told = capsys.readouterr()
+    assert "none of the sample documents through: raise max_context_tokens or max_request_tokens" in told.err
+    assert "within the tolerance" not in told.out
+    name, value = limit.removeprefix("--").split("=")
+    settings = {"model": str(qwen3), "profile": "instruct", name.replace("-", "_"): int(value)}
+    with pytest.raises(ModelError, match="none of the sample documents"):
+        load_checked(Config.read(settings, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [({}, "0.0001"), ({"quantization": "fp8"}, "1"), ({"quantization": "fp8", "tolerance": 0.25}, "0.25")],
+)
+def test_verify_allows_what_the_start_allows(qwen3, capsys, settings, tolerance):
+    runtime = Runtime.load(Config.read({"model": str(qwen3), "profile": "instruct"}, environ={}))
+    try:
+        assert prove(replace(runtime, config=runtime.config.model_copy(update=settings))) == 0
+    finally:
+        runtime.close()
+    assert f"within the tolerance of {tolerance}\n" in capsys.readouterr().out
 
 
 def one_key_short(launch):

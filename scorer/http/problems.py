@@ -74,12 +74,21 @@ def shaped(path: str, code: int, message: str, headers: Mapping[str, str] | None
 
 def complaints(errors: Sequence[Any]) -> str:
     """What pydantic found wrong with a body, without what was sent."""
-    return "; ".join(f"{_place(error['loc'])}: {error['msg']}" for error in errors[:5])
+    # What is no Unicode fits none of a field's alternatives: the others have nothing to say of it.
+    found = [error for error in errors if error["type"] == _NO_UNICODE] or errors
+    told = (f"{_place(error['loc'])}: {_SAID.get(error['type'], error['msg'])}" for error in found[:5])
+    return "; ".join(dict.fromkeys(told))
+
+
+_NO_UNICODE = "string_unicode"
+_SAID = {_NO_UNICODE: "no valid Unicode: a surrogate without its other half"}
+# How pydantic names one alternative of a field.
+_ALTERNATIVE = re.compile(r"[A-Z].*|str|constrained-str|list\[.*", re.DOTALL)
 
 
 def _place(parts: Sequence[object]) -> str:
-    # "body" is FastAPI's; a part with a capital is the name of one alternative of a request.
-    named = [str(part) for part in parts if part != "body" and not str(part)[:1].isupper()]
+    # "body" is FastAPI's.
+    named = [str(part) for part in parts if part != "body" and not _ALTERNATIVE.fullmatch(str(part))]
     return re.sub(r"\.(\d+)", r"[\1]", ".".join(named)) or "body"
 
 

@@ -14,7 +14,10 @@ from scorer.refusal import Refused
 
 UINT32 = (1 << 32) - 1
 Positive = Annotated[int, Field(ge=1, le=UINT32)]
-Model = Annotated[str | None, Field(description="one model is served; its name is in the answer")]
+# A constraint, if an empty one, lets pydantic read a text; without one it passes a surrogate that has no other half.
+Unicode = Annotated[str, Field(min_length=0)]
+Text = Annotated[str, Field(min_length=1)]
+Model = Annotated[Unicode | None, Field(description="one model is served; its name is in the answer")]
 
 
 class Strict(BaseModel):
@@ -24,14 +27,14 @@ class Strict(BaseModel):
 
 
 class TextDocument(Strict):
-    text: str
+    text: Unicode
 
 
 class RerankV1(Strict):
     """Cohere's v1, Jina's and Voyage's request. With top_k or truncation the answer is Voyage's."""
 
-    query: Annotated[str, Field(min_length=1)]
-    documents: Annotated[list[str | TextDocument], Field(min_length=1)]
+    query: Text
+    documents: Annotated[list[Unicode | TextDocument], Field(min_length=1)]
     model: Model = None
     top_n: Positive | None = None
     top_k: Positive | None = None
@@ -48,8 +51,8 @@ class RerankV1(Strict):
 class RerankV2(Strict):
     """Cohere's v2 request."""
 
-    query: Annotated[str, Field(min_length=1)]
-    documents: Annotated[list[str], Field(min_length=1)]
+    query: Text
+    documents: Annotated[list[Unicode], Field(min_length=1)]
     model: Model = None
     top_n: Positive | None = None
     max_tokens_per_doc: Positive | None = None

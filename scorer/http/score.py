@@ -13,10 +13,9 @@ from pydantic import BaseModel, Field
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.http.asking import Asker, invalid, outputs, relevance, require_all, tokens
-from scorer.http.rerank import UINT32, Model, Strict
+from scorer.http.rerank import UINT32, Model, Strict, Text, Unicode
 
 TokenId = Annotated[int, Field(ge=0, le=UINT32)]
-Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -51,7 +50,7 @@ class PairsRequest(Strict):
     """vLLM's request: one text_1 and one or more text_2, or as many of the one as of the other."""
 
     text_1: Text | Annotated[list[Text], Field(min_length=1)]
-    text_2: str | Annotated[list[str], Field(min_length=1)]
+    text_2: Unicode | Annotated[list[Unicode], Field(min_length=1)]
     model: Model = None
     use_activation: bool = True
 

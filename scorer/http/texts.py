@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.http.asking import Asker, best_first, outputs, relevance, require_all
-from scorer.http.rerank import Strict
+from scorer.http.rerank import Strict, Text, Unicode
 
 _SIDES = {"Right": pb.TRUNCATION_RIGHT, "Left": pb.TRUNCATION_LEFT}
 
@@ -17,8 +17,8 @@ _SIDES = {"Right": pb.TRUNCATION_RIGHT, "Left": pb.TRUNCATION_LEFT}
 class TextsRequest(Strict):
     """text-embeddings-inference's request. truncate: unset cuts as the profile does."""
 
-    query: Annotated[str, Field(min_length=1)]
-    texts: Annotated[list[str], Field(min_length=1)]
+    query: Text
+    texts: Annotated[list[Unicode], Field(min_length=1)]
     raw_scores: bool = False
     return_text: bool = False
     truncate: bool | None = None

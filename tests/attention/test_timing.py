@@ -1,6 +1,9 @@
 """What a launch's time is fitted on, counted by hand, and what a strategy's time is made of."""
 
+import json
 import math
+from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from attention.timing import (
     fits_for,
     kernels_for,
     kind_of,
+    needed_fits,
     tiling,
 )
 
@@ -305,3 +309,115 @@ def test_the_built_in_calibration_is_an_h200s():
 def test_something_else_is_no_calibration(text):
     with pytest.raises(ValueError, match="not a calibration: "):
         TimeModel.read(text)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    file = tmp_path_factory.mktemp("times") / "c.json"
+    built_in().write(file)
+    return file.read_text()
+
+
+def places(value, path=()):
+    """The path of every object, list and value in a document; of a list its first and last."""
+    yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from places(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        yield (*path, 0)
+        yield (*path, len(value) - 1)
+
+
+def put(document, path, value):
+    reduce(lambda inner, step: inner[step], path[:-1], document)[path[-1]] = value
+
+
+def taken(document, path):
+    return reduce(lambda inner, step: inner[step], path[:-1], document).pop(path[-1])
+
+
+def no_damage(path, bad):
+    """What a field may well be."""
+    signed = path[-1] in (0, 11, 90, 6, 35) and path[-2] in ("mean", "coefficients")
+    return (path == ("machine", "name") and bad == "8") or (signed and bad == -1.5)
+
+
+BAD = [None, True, "8", -1.5, float("nan"), float("inf"), 10**400, [], {}, [1], {"a": 1}]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_a_damaged_value_is_refused_wherever_it_is(written, bad):
+    """Each field of the whole document in turn: what is read is what `strategy` can compute with, or named."""
+    for path in list(places(json.loads(written)))[1:]:
+        document = json.loads(written)
+        if no_damage(path, bad):
+            continue
+        put(document, path, bad)
+        with pytest.raises(ValueError, match=r"^not a calibration: ") as told:
+            TimeModel.read(json.dumps(document))
+        assert str(path[0]) in str(told.value)
+        assert len(str(told.value)) < 300
+
+
+def test_a_field_that_is_missing_or_unknown_is_named(written):
+    optional = {"decode", *(f"fits.{name}" for name in built_in().fits if name.count("/") == 3)}
+    for path in list(places(json.loads(written)))[1:]:
+        document, told = json.loads(written), ".".join(map(str, path))
+        taken(document, path)
+        if told in optional:
+            TimeModel.read(json.dumps(document))
+            continue
+        with pytest.raises(ValueError, match=r"^not a calibration: ") as error:
+            TimeModel.read(json.dumps(document))
+        parent = ".".join(map(str, path[:-1])) if isinstance(path[-1], int) else told
+        assert parent in str(error.value)
+    for path in places(json.loads(written)):
+        document = json.loads(written)
+        inner = reduce(lambda value, step: value[step], path, document)
+        if isinstance(inner, dict):
+            inner["processsors"] = 1
+            with pytest.raises(ValueError, match="processsors: no such field; there are "):
+                TimeModel.read(json.dumps(document))
+
+
+def test_a_calibration_of_before_the_fused_kernel_says_so(written):
+    document = json.loads(written)
+    del document["fits"]["fused/multi_item/ragged"]
+    with pytest.raises(ValueError, match="measured before the fused kernel: run prefixrank calibrate again"):
+        TimeModel.read(json.dumps(document))
+
+
+def test_values_out_of_bounds_name_the_bounds(written):
+    for path, bad, told in [
+        (("heads", "kv_heads"), 0, "heads.kv_heads: a whole number from 1 to 65,536, got 0"),
+        (("heads", "kv_heads"), 5, "heads.kv_heads: a divisor of the 16 heads, got 5"),
+        (("machine", "processors"), 132.0, "machine.processors: a whole number from 1 to 65,536, got 132.0"),
+        (("copy_ms",), [0.1], "copy_ms: a list of 2 numbers, got 1"),
+        (("merge_ms", 1), -1e-9, r"merge_ms\[1\]: a finite number from 0 to 10000, got -1e-09"),
+        (("fits", "fa3/none/paged", "scale", 3), 0, r"fits.fa3/none/paged.scale\[3\]: .* got 0$"),
+        (("fits", "fa3/none/paged", "coefficients", 9), 299, "fits.fa3/none/paged.coefficients: add up to no more"),
+        (("machine", "name"), " ", 'machine.name: a text that is not empty, got " "'),
+    ]:
+        document = json.loads(written)
+        put(document, path, bad)
+        with pytest.raises(ValueError, match=told):
+            TimeModel.read(json.dumps(document))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"machine": ' + "9" * 5000 + "}", "\0", '{"heads": 1'])
+def test_text_that_is_no_json_is_no_calibration(text):
+    with pytest.raises(ValueError, match=r"^not a calibration: "):
+        TimeModel.read(text)
+
+
+def test_every_launch_of_every_strategy_has_a_fit_that_must_be_there():
+    """So that what was read without an error never lacks one later."""
+    made, rng = built_in(), np.random.default_rng(0)
+    least = replace(made, fits={name: made.fits[name] for name in needed_fits()})
+    for _ in range(30):
+        prefix, lengths = int(rng.integers(1, 3000)), rng.integers(1, 400, int(rng.integers(1, 40)))
+        for cached in (0, prefix // 2, prefix):
+            for strategy in Strategy:
+                have = 0 if strategy is Strategy.NAIVE else cached
+                assert 0 < least.strategy(strategy, prefix, have, lengths) < float("inf")

@@ -6,6 +6,7 @@ import random
 from prefixrank.v1 import scorer_pb2 as pb
 
 TEXTS = ("", " ", "Paris", "a\0b", "\u200b", "<|im_start|>", "🙂" * 9, "word " * 40, "\ufeffx", "%s{}\r\n", "a\n\n")
+HALVES = ("\ud800", "a\udfff", "\udc00\ud800b")  # of surrogate pairs: JSON can write them, UTF-8 and protobuf cannot
 NUMBERS = (0, 1, 2, 7, 511, 512, 2**31 - 1, 2**31, 2**32 - 1)
 
 
@@ -37,6 +38,10 @@ class Mutator:
     def _any_text(self):
         points = (self.random.choice((128, 0x3000, 0x10FFFF)) for _ in range(self.random.randint(0, 30)))
         return "".join(chr(self.random.randrange(most)) for most in points).encode("utf-8", "ignore").decode()
+
+    def json_text(self):
+        """A text as JSON may have it."""
+        return self.random.choice(HALVES) if self.random.random() < 0.1 else self.text()
 
     def number(self):
         return self.random.choice(NUMBERS)
@@ -88,17 +93,27 @@ class Mutator:
         if kind == 6:
             return [self.value(depth + 1) for _ in range(self.random.randint(0, 3))]
         if kind == 7:
-            return {self.text(): self.value(depth + 1) for _ in range(self.random.randint(0, 2))}
-        return (None, True, self.number(), -1.5, self.text(), float("inf"))[kind]
+            return {self.json_text(): self.value(depth + 1) for _ in range(self.random.randint(0, 2))}
+        return (None, True, self.number(), -1.5, self.json_text(), float("inf"))[kind]
+
+    def with_another_text(self, value):
+        """A JSON value of the same form, with other texts here and there."""
+        if isinstance(value, list):
+            return [self.with_another_text(each) for each in value]
+        if isinstance(value, dict):
+            return {key: self.with_another_text(each) for key, each in value.items()}
+        return self.json_text() if isinstance(value, str) and self.random.random() < 0.5 else value
 
     def body(self, good):
         """A JSON body: some fields replaced, left out or added, and sometimes damaged as text."""
         made = dict(good)
         for _ in range(self.random.randint(0, 3)):
-            key = self.random.choice([*good, self.text()])
+            key = self.random.choice([*good, self.json_text()])
             if self.random.random() < 0.3:
                 made.pop(key, None)
-            else:
+            elif self.random.random() < 0.5:
                 made[key] = self.value()
+            else:
+                made[key] = self.with_another_text(made.get(key, ""))
         data = json.dumps(made).encode()
         return self.damaged(data) if self.random.random() < 0.3 else data

@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.target, pytest.mark.timeout(3600)]
 INPUTS, SEED = int(os.environ.get("FUZZ_INPUTS", "100000")), int(os.environ.get("FUZZ_SEED", "0"))
 AT_ONCE = 64
 GOOD_BODIES = {
-    "/v1/rerank": BODIES["/v1/rerank"] | {"top_n": 1, "model": "m", "return_documents": True},
+    "/v1/rerank": {"query": "q", "documents": ["a", {"text": "b"}], "rank_fields": ["text"]}
+    | {"top_n": 1, "model": "m", "return_documents": True},
     "/v2/rerank": BODIES["/v2/rerank"] | {"top_n": 1, "max_tokens_per_doc": 5, "priority": 0},
     "/rerank": BODIES["/rerank"] | {"raw_scores": True, "truncate": True, "truncation_direction": "Left"},
     "/v1/score": BODIES["/v1/score"] | {"label_token_ids": [5, 6], "apply_softmax": True, "item_first": False},

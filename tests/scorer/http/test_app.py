@@ -1,17 +1,22 @@
 """The HTTP port of a listening server over a fake runtime: shapes, refusals, limits, and callers who go away."""
 
 import asyncio
+import json
 import math
 import os
 import signal
 import socket
 import ssl
+from itertools import chain
 
 import httpx
 import pytest
 
 from batching.errors import DeviceFailed, Expired, QueueFull
 from scorer.http.problems import HTTP_CODES
+from scorer.http.rerank import RerankV1, RerankV2
+from scorer.http.score import ItemsRequest, PairsRequest
+from scorer.http.texts import TextsRequest
 from scorer.tokenization import Label
 from tests.certificates import Pki
 from tests.scorer.test_server import Life, run
@@ -213,6 +218,77 @@ def test_what_is_no_request_is_a_bad_request(body):
     answer = asyncio.run(scenario())
     assert answer.status_code == 400
     assert answer.json()["message"]
+
+
+# Bodies with every field that holds a text, in every form that it may have.
+ALL_TEXTS = [
+    ("/v1/rerank", RerankV1, {"query": "q", "documents": ["a", {"text": "b"}], "model": "m", "rank_fields": ["text"]}),
+    ("/v2/rerank", RerankV2, {"query": "q", "documents": ["a", "b"], "model": "m"}),
+    ("/rerank", TextsRequest, {"query": "q", "texts": ["a", "b"], "truncation_direction": "Left"}),
+    ("/v1/score", ItemsRequest, {"query": "q", "items": ["a", "b"], "model": "m"}),
+    ("/v1/score", ItemsRequest, {"query": "q", "items": "a", "model": "m"}),
+    ("/score", PairsRequest, {"text_1": ["q", "r"], "text_2": ["a", "b"], "model": "m"}),
+    ("/score", PairsRequest, {"text_1": "q", "text_2": "a", "model": "m"}),
+]
+
+
+HALVES = ["\ud800", "a\udfffb", "\udc00\ud800", "word " * 2000 + "\udbff"]
+
+
+def with_each_text(body, made, path=""):
+    """(the place, the body) with each text in turn replaced by `made`, and with it as one more name of each object."""
+    parts = body.items() if isinstance(body, dict) else enumerate(body)
+    if isinstance(body, dict):
+        yield "", {**body, made: 1}
+    for key, value in parts:
+        place = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".removeprefix(".")
+        inner = [(place, made)] if isinstance(value, str) else with_each_text(value, made, place)
+        for at, changed in inner:
+            whole = body.copy()
+            whole[key] = changed
+            yield at, whole
+
+
+@pytest.mark.parametrize(("path", "model", "body"), ALL_TEXTS)
+def test_the_bodies_have_every_field_that_holds_a_text(path, model, body):
+    fields = model.model_json_schema()["properties"]
+    assert {name for name, field in fields.items() if '"string"' in json.dumps(field)} == set(body)
+
+
+@pytest.mark.parametrize(("path", "model", "body"), ALL_TEXTS)
+def test_half_a_surrogate_is_refused_wherever_it_is(path, model, body):
+    """JSON can write what no UTF-8 has; a text's other half may have been cut off by its sender."""
+
+    async def scenario():
+        async with Http() as http:
+            headers = {"content-type": "application/json"}
+            assert (await http.post(path, body)).status_code == 200
+            for place, damaged in chain.from_iterable(with_each_text(body, made) for made in HALVES):
+                answer = await http.client.post(path, content=json.dumps(damaged), headers=headers)
+                assert answer.status_code == (422 if path == "/rerank" else 400), (place, answer.text)
+                told = message(path, answer)
+                assert place in told
+                assert len(told) < 1000, "what was sent is not sent back"
+                if place not in ("", "rank_fields[0]", "truncation_direction"):
+                    assert told == f"{place}: no valid Unicode: a surrogate without its other half"
+            assert http.runtime.batcher.submitted == 1 + (path == "/score" and isinstance(body["text_1"], list))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("text", ["\U0001f642", "\uffff", "\0", "e\u0301"])
+def test_whole_characters_pass_however_they_are_written(text):
+    """json writes what is beyond the first plane as two surrogates."""
+
+    async def scenario():
+        async with Http() as http:
+            for path in PATHS:
+                name = {"/rerank": "texts", "/v1/score": "items", "/score": "text_2"}.get(path, "documents")
+                data = json.dumps({**BODIES[path], name: ["a", text]})
+                answer = await http.client.post(path, content=data, headers={"content-type": "application/json"})
+                assert answer.status_code == 200, answer.text
+
+    run(scenario)
 
 
 def test_an_unknown_path_and_method_are_told():
