@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from scorer.adapters import Adapter, adapter_at, merged
 from scorer.errors import ModelError, first_line
 from scorer.model import ATTENTION_NAME, CLASSIFIER, ScoringModel
 
-log = logging.getLogger(__name__)
+HEAD_OF_WORDS = ("lm_head.",)  # as the tensors of it begin
 
 
 def find(source: str, allow_download: bool) -> Path:
@@ -110,7 +110,7 @@ def _load(
 
         as_plain(model)
     _refuse_leftovers(source, model, told["unexpected_keys"])
-    _tell_unused(source, told["unexpected_keys"])
+    _refuse_unused(source, model, told["unexpected_keys"])
     return model, set(told["missing_keys"])
 
 
@@ -134,12 +134,25 @@ def _refuse_leftovers(source: str, model: PreTrainedModel, names: Iterable[str])
             )
 
 
-def _tell_unused(source: str, names: Iterable[str]) -> None:
-    """Some checkpoints bring more than their model has a place for, such as heads that draft."""
-    if unused := sorted(names):
-        log.warning(
-            "model %r: %d tensors have no place in it and are not used, such as %s", source, len(unused), unused[0]
+def _refuse_unused(source: str, model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Whole modules of the checkpoint that are not in the model: it would score by a part of what was trained. What
+    transformers declares as not needed, such as heads that draft, is not among the names; before a head of classes
+    one of words computes nothing that is read."""
+    unread = HEAD_OF_WORDS if type(model).__name__.endswith(CLASSIFIER) else ()
+    if unused := sorted(name for name in names if not name.startswith(unread)):
+        told = f"{len(unused)} tensors that {type(model).__name__} has no place for, such as {', '.join(unused[:3])}"
+        raise ModelError(
+            f"model {source!r} has {told}: config.json does not fit the checkpoint, see {_misfit(model.config, unused)}"
         )
+
+
+def _misfit(config: Any, unused: Iterable[str]) -> str:
+    """The field of the configuration that likely does not fit the tensors."""
+    layers = [int(number) for name in unused for number in re.findall(r"\.(\d+)\.", name)[:1]]
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if layers and count is not None and min(layers) >= count:
+        return f"num_hidden_layers {count}: the checkpoint has {max(layers) + 1}"
+    return f"model_type {config.model_type!r}"
 
 
 def _classifies(config: Any) -> bool:
