@@ -213,6 +213,18 @@ def test_damaged_tensors_are_refused(base, tmp_path):
     refused(directory, r"adapter_model\.safetensors")
 
 
+def test_an_adapter_is_not_sharded_and_the_reason_is_that(base, tmp_path):
+    directory = trained(base, tmp_path / "adapter", "CAUSAL_LM", r=4)
+    with pytest.raises(ModelError, match="is a LoRA adapter, and tensor_parallel 2 shards only a directory of saf"):
+        load_model(str(directory), "auto", "cpu", False, ranks=2)
+
+
+def test_what_git_left_in_the_place_of_a_base_model_is_named(base, tmp_path):
+    directory = trained(base, tmp_path / "adapter", "CAUSAL_LM", r=4)
+    (base / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
+    refused(directory, r"base/model\.safetensors is a Git LFS pointer")
+
+
 def test_without_peft_it_says_what_to_install(base, tmp_path, monkeypatch):
     directory = trained(base, tmp_path / "adapter", "CAUSAL_LM", r=4)
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -298,6 +298,44 @@ def test_code_of_the_checkpoint_is_neither_run_nor_asked_about(model_type, tmp_p
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_what_git_left_in_the_place_of_a_file_is_named(name, tmp_path):
+    path = tiny_model_dir(tmp_path) / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+    with pytest.raises(ModelError, match=rf"{name} is a Git LFS pointer and not the file itself: fetch it by git lfs"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"vocab_size": 600},
+            r"2 tensors are of other sizes .*, such as lm_head.weight: \[211, 64\], by .* \[600, 64\]$",
+        ),
+        ({"num_attention_heads": 2}, r"4 tensors are of other sizes .* \[64, 64\], by config.json \[64, 32\]$"),
+        ({"rms_norm_eps": "abc"}, "rms_norm_eps.*expected float, got str"),
+        ({"hidden_act": "none such"}, "config.json has hidden_act 'none such', which transformers does not know"),
+        ({"layer_types": ["full_attention"]}, "does not load: .*layer_types"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_configuration_is_told(change, told, tmp_path):
+    configured(saved(tmp_path, "qwen3" if "layer_types" in change else "llama", **LLAMA), **change)
+    with pytest.raises(ModelError, match=told):
+        load(tmp_path)
+
+
+def test_the_path_that_the_model_takes_is_told(tmp_path, caplog):
+    record_golden(tmp_path / "p.toml", load_profile("instruct"), ())
+    with caplog.at_level(logging.INFO, "scorer"):
+        given = {"model": str(tiny_model_dir(tmp_path)), "profile": str(tmp_path / "p.toml"), "device": "cpu"}
+        Runtime.load(Config.read(given, environ={})).close()
+    (told,) = [r for r in caplog.records if "hand-fused" in r.message]
+    assert told.levelno == logging.INFO
+    assert told.message.startswith("no hand-fused path: it runs on an NVIDIA GPU; the model runs by its own modules")
+
+
 def test_pickled_weights_are_not_opened(tmp_path):
     saved(tmp_path, "llama", **LLAMA)
     weights = tmp_path / "model.safetensors"
