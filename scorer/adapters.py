@@ -91,7 +91,9 @@ def merged(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         raise ModelError(f"adapter {adapter.directory}: {len(unused)} tensors have no place, such as {unused[0]}")
     try:
         return _merged_as_told(wrapped, adapter)
-    except (RuntimeError, ValueError, NotImplementedError) as error:  # such as weights that are not finite
+    except ModelError:
+        raise
+    except Exception as error:  # such as weights that are not finite, or are quantised
         raise ModelError(f"adapter {adapter.directory} cannot be merged: {first_line(error)}") from error
 
 
