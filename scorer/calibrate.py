@@ -17,12 +17,12 @@ def run(args: argparse.Namespace) -> int:
     """Calibrates and writes the file."""
     import torch
 
+    if not torch.cuda.is_available():  # before FlashInfer, which no one need install to hear this
+        raise ConfigError("calibrate needs an NVIDIA GPU; on a CPU the choice is by document length")
     try:
         from attention.calibration import calibrate
     except ImportError as error:
         raise ConfigError(f"calibrate needs FlashInfer ({error}): pip install 'prefixrank[gpu]'") from None
-    if not torch.cuda.is_available():
-        raise ConfigError("calibrate needs an NVIDIA GPU; on a CPU the choice is by document length")
     heads, kv_heads, head_dim = _heads(args)
     shape = HeadShape(heads, kv_heads, head_dim, head_dim**-0.5, getattr(torch, args.dtype))
     with Progress(console=Console(stderr=True)) as progress:

@@ -68,7 +68,7 @@ def load_device(
     if model.context_note:
         log.warning("%s", model.context_note)
     check(model)
-    prepared = prepare(config, model)
+    prepared = prepare(config, model, leads=group is None or not group.rank)
     memory = plan_memory(config, model, None if prepared is None else prepared.needs, group)
     kept_pages = memory.cache_tokens // config.page_size
     of_beams = beam_pages(config, model)

@@ -100,6 +100,9 @@ class ModelError(StartError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what a library says, with the kind of error where that alone says nothing."""
-    line = (str(error).strip().splitlines() or [""])[0][:300]
+    """The first line of what a library says, the next ones too where it only leads to them, and the kind of error
+    where that alone says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    leading = next((n for n, line in enumerate(lines) if not line.endswith(":")), len(lines))
+    line = " ".join(lines[: leading + 1])[:300]
     return line if len(line.split()) > 2 else f"{type(error).__name__} {line}".strip()

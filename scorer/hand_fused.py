@@ -40,17 +40,21 @@ class Prepared:
     demanded: bool
 
 
-def prepare(config: Config, model: ScoringModel) -> Prepared | None:
+def prepare(config: Config, model: ScoringModel, leads: bool = True) -> Prepared | None:
     """The path with its weights, tried on a few rows, or None with the reason told.
 
-    Raises ConfigError where a setting needs it and it cannot be.
+    leads: of several ranks it is the one that tells; the reason is a warning where a GPU could do more. Raises
+    ConfigError where a setting needs the path and it cannot be.
     """
     fp8, invariant = config.quantization == "fp8", config.invariant
     if reason := _no_fast_path(config, model):
         if fp8 or invariant:
             raise ConfigError(f"{'quantization fp8' if fp8 else 'invariant'} needs the hand-fused path: {reason}")
-        if model.device.type == "cuda":
-            log.warning("no hand-fused path: %s; the model runs by its own modules, operator by operator", reason)
+        could = model.device.type == "cuda" and config.tensor_parallel == 1
+        if leads:
+            level = logging.WARNING if could else logging.INFO
+            told = "no hand-fused path: %s; the model runs by its own modules, operator by operator"
+            log.log(level, told, reason)
         return None
     from scorer.fast_path import FastPath, Mode
 

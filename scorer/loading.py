@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,9 @@ from scorer.adapters import Adapter, adapter_at, merged
 from scorer.errors import ModelError, first_line
 from scorer.model import ATTENTION_NAME, CLASSIFIER, ScoringModel
 
-log = logging.getLogger(__name__)
+POINTER = b"version https://git-lfs.github.com/spec/"
+READ = {".safetensors", ".gguf", ".json", ".model"}  # what a checkpoint is read from
+HEAD_OF_WORDS = ("lm_head.",)  # as the tensors of it begin
 
 
 def find(source: str, allow_download: bool) -> Path:
@@ -51,7 +53,12 @@ def load_model(source: str, dtype: str, device: str, allow_download: bool, ranks
     path = find(source, allow_download)
     adapter = adapter_at(path)
     if ranks > 1 and (adapter is not None or path.is_file()):
-        raise ModelError(f"model {source!r}: only a directory of safetensors can be loaded in shards")
+        kind = "LoRA adapter" if adapter is not None else "GGUF file"
+        raise ModelError(
+            f"model {source!r} is a {kind}, and tensor_parallel {ranks} shards only a directory of safetensors"
+        )
+    for place in places(source):
+        _refuse_pointers(Path(place).expanduser())
     model, missing = _load(source if adapter is None else adapter.base, dtype, where, allow_download, adapter, ranks)
     if missing := missing - (adapter.brings if adapter else frozenset()):
         told = f"{len(missing)} tensors, such as {min(missing)}"
@@ -98,6 +105,7 @@ def _load(
             dtype=_dtype(dtype, where, config),
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the sizes
             use_safetensors=True,  # pytorch_model.bin would be taken otherwise: a pickle
         )
     except ModelError:
@@ -109,9 +117,19 @@ def _load(
         from scorer.sharding import as_plain
 
         as_plain(model)
+    _refuse_mismatched(source, told["mismatched_keys"])
     _refuse_leftovers(source, model, told["unexpected_keys"])
-    _tell_unused(source, told["unexpected_keys"])
+    _refuse_unused(source, model, told["unexpected_keys"])
     return model, set(told["missing_keys"])
+
+
+def _refuse_pointers(path: Path) -> None:
+    """What git leaves in the place of large files that were not fetched."""
+    for file in sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []:
+        if file.suffix in READ and file.is_file():
+            with file.open("rb") as opened:
+                if opened.read(len(POINTER)) == POINTER:
+                    raise ModelError(f"{file} is a Git LFS pointer and not the file itself: fetch it by git lfs pull")
 
 
 def _refuse_quantisation(config: Any) -> None:
@@ -120,6 +138,16 @@ def _refuse_quantisation(config: Any) -> None:
     kind = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
     if given is not None and str(getattr(kind, "value", kind)) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ModelError(f"its weights are quantised by {kind!r}, which transformers does not know")
+
+
+def _refuse_mismatched(source: str, found: Iterable[tuple[str, Any, Any]]) -> None:
+    """found: name, shape in the checkpoint and shape by the configuration of each tensor that does not fit."""
+    if wrong := sorted(found):
+        name, stored, expected = wrong[0]
+        raise ModelError(
+            f"model {source!r} does not load: {len(wrong)} tensors are of other sizes than config.json has them, such "
+            f"as {name}: {list(stored)}, by config.json {list(expected)}"
+        )
 
 
 def _refuse_leftovers(source: str, model: PreTrainedModel, names: Iterable[str]) -> None:
@@ -134,12 +162,25 @@ def _refuse_leftovers(source: str, model: PreTrainedModel, names: Iterable[str])
             )
 
 
-def _tell_unused(source: str, names: Iterable[str]) -> None:
-    """Some checkpoints bring more than their model has a place for, such as heads that draft."""
-    if unused := sorted(names):
-        log.warning(
-            "model %r: %d tensors have no place in it and are not used, such as %s", source, len(unused), unused[0]
+def _refuse_unused(source: str, model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Whole modules of the checkpoint that are not in the model: it would score by a part of what was trained. What
+    transformers declares as not needed, such as heads that draft, is not among the names; before a head of classes
+    one of words computes nothing that is read."""
+    unread = HEAD_OF_WORDS if type(model).__name__.endswith(CLASSIFIER) else ()
+    if unused := sorted(name for name in names if not name.startswith(unread)):
+        told = f"{len(unused)} tensors that {type(model).__name__} has no place for, such as {', '.join(unused[:3])}"
+        raise ModelError(
+            f"model {source!r} has {told}: config.json does not fit the checkpoint, see {_misfit(model.config, unused)}"
         )
+
+
+def _misfit(config: Any, unused: Iterable[str]) -> str:
+    """The field of the configuration that likely does not fit the tensors."""
+    layers = [int(number) for name in unused for number in re.findall(r"\.(\d+)\.", name)[:1]]
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if layers and count is not None and min(layers) >= count:
+        return f"num_hidden_layers {count}: the checkpoint has {max(layers) + 1}"
+    return f"model_type {config.model_type!r}"
 
 
 def _classifies(config: Any) -> bool:
@@ -152,6 +193,10 @@ def _reason(error: Exception, config: Any) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
         return f"{name} has an attention of its own, outside transformers' AttentionInterface: no strategy can pack it"
+    if isinstance(error, KeyError) and config is not None:
+        for field, value in config.to_dict().items():
+            if isinstance(value, str) and error.args == (value,):
+                return f"config.json has {field} {value!r}, which transformers does not know"
     return first_line(error)
 
 

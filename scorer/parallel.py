@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from batching.types import Ints, PackedBatch
+from scorer.errors import first_line
 from scorer.place import Place
 
 log = logging.getLogger(__name__)
@@ -92,8 +93,11 @@ class Group:
         self.tell(Scrub(first_page))
 
     def stop(self) -> None:
-        """Nothing follows; this rank leaves too."""
-        self.tell(Stop())
+        """Nothing follows; this rank leaves too. A rank that is gone already needs no telling."""
+        try:
+            self.tell(Stop())
+        except RuntimeError as error:
+            log.warning("not every rank could be told to stop: %s", first_line(error))
         self.leave()
 
     def told(self) -> Order:

@@ -95,8 +95,7 @@ def _jobs(args: argparse.Namespace, stack: ExitStack) -> Iterable[Job]:
         return [_job("the arguments", partial(_request, query, documents, options))]
     lines = _open(args.input, stack)
     if args.query is not None:
-        documents = [line for line in map(_decoded, lines) if line.strip()]
-        return [_job(args.input or "standard input", partial(_request, args.query, documents, options))]
+        return [_job(args.input or "standard input", partial(_lines_request, args.query, lines, options))]
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
     return (_job(f"line {number}", partial(_json_request, line, options)) for number, line in numbered)
 
@@ -110,13 +109,33 @@ def _open(name: str | None, stack: ExitStack) -> BinaryIO:
         raise ConfigError(f"cannot read {name}: {error.strerror}") from None
 
 
-def _decoded(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip("\r\n")
+def _lines_request(query: str, lines: Iterable[bytes], options: Mapping[str, Any]) -> pb.ScoreRequest:
+    """The request of one query and a document a line. Raises ValueError."""
+    documents = [_decoded(number, line) for number, line in enumerate(lines, 1)]
+    return _request(query, [line for line in documents if line.strip()], options)
+
+
+def _decoded(number: int, line: bytes) -> str:
+    try:
+        return line.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"line {number}: {_not_utf8(error)}") from None
+
+
+def _not_utf8(error: UnicodeError) -> str:
+    """What is no text, where a codec's own words would not tell."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
+    assert isinstance(error, UnicodeEncodeError), "text is only decoded and encoded"
+    # an argument that was no UTF-8, or half a pair in JSON's \u notation
+    return f"not UTF-8 text: code point U+{ord(error.object[error.start]):04X} at character {error.start + 1}"
 
 
 def _job(where: str, build: Callable[[], pb.ScoreRequest]) -> Job:
     try:
         return Job(where, build())
+    except UnicodeError as error:
+        return Job(where, None, _not_utf8(error))
     except ValueError as error:
         return Job(where, None, str(error))
 

@@ -38,6 +38,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 QUIET_SECONDS = 0.2
 LINGER_SECONDS = 5.0
 FAILED_SECONDS = 5.0
+BLAME_SECONDS = 1.0  # in which a process that is gone is noticed
 # After so long a thread that tokenizes or packs lets the loop have its turn; Python's own choice is ten times that.
 SWITCH_SECONDS = 0.0005
 
@@ -125,8 +126,10 @@ class _Server:
         task, losing = asyncio.ensure_future(work), asyncio.ensure_future(self.lost())
         try:
             await asyncio.wait((task, losing), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise StartError(losing.result())
+            if task.done() and task.exception() is not None and not isinstance(task.exception(), StartError):
+                await asyncio.wait((losing,), timeout=BLAME_SECONDS)  # what failed may be for want of a process
+            if losing.done():
+                raise StartError(losing.result()) from (task.exception() if task.done() else None)
             return task.result()
         finally:
             await _cancelled(task, losing)
@@ -182,7 +185,7 @@ async def _first(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
 async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
-        with suppress(asyncio.CancelledError, StartError):
+        with suppress(asyncio.CancelledError, Exception):  # raised to whoever asked for its result
             await task
 
 

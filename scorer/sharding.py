@@ -27,6 +27,7 @@ def shard_plan(config: Any, model_class: Any, ranks: int) -> DistributedConfig:
         "attention heads": heads,
         "key/value heads": int(getattr(text, "num_key_value_heads", None) or heads),
         "intermediate size": int(getattr(text, "intermediate_size", None) or ranks),
+        "expert intermediate size": int(getattr(text, "moe_intermediate_size", None) or ranks),
     }
     for name, number in divided.items():
         if number % ranks:
@@ -38,7 +39,8 @@ def shard_plan(config: Any, model_class: Any, ranks: int) -> DistributedConfig:
 @torch.no_grad()
 def as_plain(model: nn.Module) -> None:
     """Puts the shards of linear layers in the place of distributed tensors, which cost time in every call, and makes
-    embeddings whole again, which transformers shards where they are the head too. Every rank must call it."""
+    embeddings whole again, which transformers shards where they are the head too. Experts stay distributed: whether
+    transformers sums what they compute over the ranks, it tells by that in each call. Every rank must call it."""
     whole: dict[int, nn.Parameter] = {}
     for module in model.modules():
         sharded = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}

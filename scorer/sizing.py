@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -167,8 +167,14 @@ def _held(model: ScoringModel) -> int:
     """Bytes of the weights, each storage once; on a GPU of all that was allocated."""
     if model.device.type == "cuda":
         return torch.cuda.memory_allocated(model.device)
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.hf.parameters()}
-    return sum(storages.values())
+    held = [_storage(parameter) for parameter in model.hf.parameters()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+
+def _storage(parameter: Any) -> torch.UntypedStorage:
+    """Of this rank's shard, where the parameter is distributed, as experts are."""
+    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.untyped_storage()
 
 
 def free_bytes(device: torch.device) -> int:

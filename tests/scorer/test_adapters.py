@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from attention.plans import Strategy
+from scorer import adapters
 from scorer.errors import ModelError
 from scorer.fingerprint import checkpoint_of
 from scorer.loading import load_model
@@ -32,7 +33,7 @@ def trained(base, directory, task, config=LoraConfig, **options):
     """An adapter whose every tensor was moved away from where it began."""
     given = {} if task == "CAUSAL_LM" else {"num_labels": 1}
     model = CLASSES[task].from_pretrained(base, **given)
-    made = get_peft_model(model, config(task_type=task, target_modules=TARGETS, **options))
+    made = get_peft_model(model, config(**{"task_type": task, "target_modules": TARGETS, **options}))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -80,6 +81,61 @@ def test_an_adapter_scores_as_peft_has_it(task, options, base, tmp_path):
     if task == "CAUSAL_LM":
         with live(base, profile, tmp_path) as server:
             assert np.abs(server.scores(QUERY, DOCUMENTS) - expected).max() > 0.01, "the adapter changes something"
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": [*TARGETS, "lm_head"]},
+        {"target_modules": [*TARGETS, "embed_tokens"]},
+        {"target_modules": [*TARGETS, "embed_tokens", "lm_head"]},
+        {"target_modules": [*TARGETS, "lm_head"], "ensure_weight_tying": True},
+        {"target_modules": [*TARGETS, "embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["lm_head"], "use_dora": True},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [270, 300]},
+        {"bias": "all"},
+        {"layers_to_transform": [1]},
+    ],
+    ids=str,
+)
+def test_an_adapter_at_either_end_scores_as_peft_has_it(options, tied, tmp_path):
+    """Embeddings that are the head too are changed at the end that the adapter names, and at that alone."""
+    base = tiny_model_dir(tmp_path / "base", "qwen2", tie_word_embeddings=tied)
+    directory = trained(base, tmp_path / "adapter", "CAUSAL_LM", r=4, **options)
+    ids = np.array([5, 300, 301, 77, 270], np.int32)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory).eval()
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor(ids[None])).logits[0]
+    model = load_model(str(directory), "float32", "cpu", False)
+    np.testing.assert_allclose(model.alone(ids, len(ids)), expected, rtol=0, atol=TOLERANCE)
+    hidden = theirs.get_base_model().model(input_ids=torch.tensor(ids[None])).last_hidden_state[0]
+    np.testing.assert_allclose(model.every_logit(hidden), expected[:, : model.vocabulary], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_merge_that_is_not_peft_s_own_model_is_refused(dtype, tmp_path, monkeypatch):
+    """Here: one that moves both ends of tied embeddings. What rounding moves is far less, in every type."""
+    base = tiny_model_dir(tmp_path / "base", tie_word_embeddings=True)
+    directory = trained(base, tmp_path / "adapter", "CAUSAL_LM", r=4, target_modules=["lm_head"])
+    load_model(str(directory), dtype, "cpu", False)
+    experts = tiny_model_dir(tmp_path / "experts", "mixtral", num_local_experts=4, num_hidden_layers=9)
+    routed = trained(experts, tmp_path / "routed", "CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+    load_model(str(routed), dtype, "cpu", False)
+    monkeypatch.setattr(adapters, "_untie", lambda wrapped: None)
+    with pytest.raises(ModelError, match=r"embed_tokens computes what is \d\S* of its size away from PEFT's own"):
+        load_model(str(directory), dtype, "cpu", False)
+
+
+def test_an_adapter_that_is_not_finite_is_refused(base, tmp_path):
+    directory = trained(base, tmp_path / "adapter", "CAUSAL_LM", r=4)
+    path = directory / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[min(tensors)][0, 0] = float("nan")
+    save_file(tensors, path)
+    refused(directory, "cannot be merged|away from PEFT's own")
 
 
 def change(directory, **values):
@@ -158,6 +214,18 @@ def test_damaged_tensors_are_refused(base, tmp_path):
     refused(directory, r"adapter_model\.safetensors")
     path.unlink()
     refused(directory, r"adapter_model\.safetensors")
+
+
+def test_an_adapter_is_not_sharded_and_the_reason_is_that(base, tmp_path):
+    directory = trained(base, tmp_path / "adapter", "CAUSAL_LM", r=4)
+    with pytest.raises(ModelError, match="is a LoRA adapter, and tensor_parallel 2 shards only a directory of saf"):
+        load_model(str(directory), "auto", "cpu", False, ranks=2)
+
+
+def test_what_git_left_in_the_place_of_a_base_model_is_named(base, tmp_path):
+    directory = trained(base, tmp_path / "adapter", "CAUSAL_LM", r=4)
+    (base / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\n")
+    refused(directory, r"base/model\.safetensors is a Git LFS pointer")
 
 
 def test_without_peft_it_says_what_to_install(base, tmp_path, monkeypatch):

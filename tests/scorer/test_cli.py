@@ -6,6 +6,7 @@ import sys
 
 import grpc
 import pytest
+import torch
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.__main__ import main
@@ -175,6 +176,28 @@ def test_bad_lines_are_named_and_the_others_scored(capsys, tmp_path):
     assert [line.split(":")[0] for line in told] == [f"line {n}" for n in (2, 4, 5, 6, 7, 8, 9, 10, 12)]
     assert "unknown keys ['topn']" in told[4]
     assert "INTERNAL: internal error, id 1" in told[6]
+    assert told[7] == "line 10: not UTF-8 text: code point U+D800 at character 1"
+    assert told[8] == "line 12: not UTF-8 text: byte 0xff at byte 12"
+
+
+def test_text_that_is_no_utf_8_is_named_wherever_it_stands(capsys, tmp_path):
+    """Nothing is scored that the caller did not write."""
+    file = tmp_path / "documents.txt"
+    file.write_bytes(b"good\nb\xffd\n")
+    with recording() as (target, servicer, _):
+        code, out, err = cli(capsys, "score", "--target", target, "--query", "q", "--input", file)
+        assert (code, out) == (1, "")
+        assert err == f"{file}: line 2: not UTF-8 text: byte 0xff at byte 2\n"
+        code, out, err = cli(capsys, "score", "--target", target, "q", "d\udcff")
+        assert (code, out) == (1, "")
+        assert err == "the arguments: not UTF-8 text: code point U+DCFF at character 2\n"
+    assert not servicer.requests
+
+
+def test_calibrate_without_a_gpu_says_so(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = cli(capsys, "calibrate", "--output", tmp_path / "c.json")
+    assert (code, err) == (2, "prefixrank: calibrate needs an NVIDIA GPU; on a CPU the choice is by document length\n")
 
 
 def test_a_refused_request_exits_with_one(capsys):

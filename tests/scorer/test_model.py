@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from attention.plans import Strategy
 from batching.types import Item, TokenizedRequest
@@ -189,11 +189,74 @@ def test_bad_values_in_the_configuration_are_refused(change, tmp_path):
         load(tmp_path)
 
 
-def test_tensors_without_a_place_are_told(tmp_path, caplog):
-    path = saved(tmp_path, "llama", **LLAMA) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
-    load(tmp_path)
-    assert "9 tensors have no place in it and are not used, such as model.layers.1." in caplog.text
+def configured(directory, **values):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def with_tensors(directory, **tensors):
+    path = directory / "model.safetensors"
+    save_file(load_file(path) | tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "told"),
+    [
+        (
+            "llama",
+            {"num_hidden_layers": 1},
+            r"9 tensors that LlamaForCausalLM has no place for, such as model\.layers\.1\.input_layernorm.*"
+            r"config\.json does not fit the checkpoint, see num_hidden_layers 1: the checkpoint has 2$",
+        ),
+        (
+            "qwen3",
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            r"4 tensors .*self_attn\.k_norm.*, see model_type 'llama'$",
+        ),
+        ("gemma2", {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "see model_type 'gemma'$"),
+        ("qwen2", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "and Linear no place for it"),
+        ("qwen3", {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "model_type 'qwen2'|lacks"),
+    ],
+    ids=["a layer less", "qwen3 as llama", "gemma2 as gemma", "qwen2 as llama", "qwen3 as qwen2"],
+)
+def test_a_configuration_of_less_than_the_checkpoint_is_refused(family, change, told, tmp_path):
+    """Scores by a part of what was trained would look like scores."""
+    configured(saved(tmp_path, family, **LLAMA), **change)
+    with pytest.raises(ModelError, match=told):
+        load(tmp_path)
+
+
+def test_any_tensor_that_the_model_has_not_is_refused(tmp_path):
+    with_tensors(saved(tmp_path, "llama", **LLAMA), **{"model.memory.weight": torch.ones(3)})
+    with pytest.raises(ModelError, match=r"has 1 tensors that .* such as model\.memory\.weight: .* model_type 'llama'"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("gpt_neox", "gpt_neox.layers.0.attention.masked_bias"),
+        ("gpt2", "transformer.h.0.attn.bias"),
+    ],
+)
+def test_buffers_that_older_versions_saved_are_not_needed(family, name, tmp_path):
+    with_tensors(saved(tmp_path, family, **ACCEPTED.get(family, LLAMA)), **{name: torch.ones(8)})
+    assert load(tmp_path).vocabulary == 211
+
+
+def test_a_head_of_words_beside_one_of_classes_is_not_needed(tmp_path):
+    config = CONFIG_MAPPING["llama"](**LLAMA, num_labels=2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with_tensors(tmp_path, **{"lm_head.weight": torch.ones(211, 64)})
+    assert len(load(tmp_path).classes) == 2
+
+
+def test_a_head_that_differs_from_embeddings_is_used_though_the_configuration_ties_them(tmp_path):
+    configured(saved(tmp_path, "llama", **LLAMA), tie_word_embeddings=True)
+    hidden = torch.ones(1, 64)
+    head = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
+    np.testing.assert_allclose(load(tmp_path).every_logit(hidden)[0], (head @ hidden[0]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"model_type": 7}'])
@@ -233,6 +296,44 @@ def test_code_of_the_checkpoint_is_neither_run_nor_asked_about(model_type, tmp_p
         with pytest.raises(ModelError, match="does not load"):
             load(tmp_path)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_what_git_left_in_the_place_of_a_file_is_named(name, tmp_path):
+    path = tiny_model_dir(tmp_path) / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+    with pytest.raises(ModelError, match=rf"{name} is a Git LFS pointer and not the file itself: fetch it by git lfs"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"vocab_size": 600},
+            r"2 tensors are of other sizes .*, such as lm_head.weight: \[211, 64\], by .* \[600, 64\]$",
+        ),
+        ({"num_attention_heads": 2}, r"4 tensors are of other sizes .* \[64, 64\], by config.json \[64, 32\]$"),
+        ({"rms_norm_eps": "abc"}, "rms_norm_eps.*expected float, got str"),
+        ({"hidden_act": "none such"}, "config.json has hidden_act 'none such', which transformers does not know"),
+        ({"layer_types": ["full_attention"]}, "does not load: .*layer_types"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_configuration_is_told(change, told, tmp_path):
+    configured(saved(tmp_path, "qwen3" if "layer_types" in change else "llama", **LLAMA), **change)
+    with pytest.raises(ModelError, match=told):
+        load(tmp_path)
+
+
+def test_the_path_that_the_model_takes_is_told(tmp_path, caplog):
+    record_golden(tmp_path / "p.toml", load_profile("instruct"), ())
+    with caplog.at_level(logging.INFO, "scorer"):
+        given = {"model": str(tiny_model_dir(tmp_path)), "profile": str(tmp_path / "p.toml"), "device": "cpu"}
+        Runtime.load(Config.read(given, environ={})).close()
+    (told,) = [r for r in caplog.records if "hand-fused" in r.message]
+    assert told.levelno == logging.INFO
+    assert told.message.startswith("no hand-fused path: it runs on an NVIDIA GPU; the model runs by its own modules")
 
 
 def test_pickled_weights_are_not_opened(tmp_path):

@@ -143,6 +143,37 @@ def test_a_failed_proof_never_serves_and_exits_with_one(caplog):
     assert "cannot start: golden scores do not hold: 0.5 apart" in caplog.text
 
 
+@pytest.mark.parametrize("error", [RuntimeError("connection closed by peer"), ModelError("no answer of rank 1")])
+def test_a_start_that_fails_for_want_of_a_process_tells_which(error, caplog):
+    """What fails here is heard before the process is seen to be gone."""
+
+    async def lost():
+        await asyncio.sleep(0 if isinstance(error, ModelError) else 0.3)
+        return "rank 1 of 2 ended with exit code 1"
+
+    async def scenario():
+        def load(config):
+            time.sleep(0.1)
+            raise error
+
+        settings = Config.read({"port": 0, "metrics_port": -1}, environ={})
+        assert await serve(settings, load, lost=lost) == 1
+
+    run(scenario)
+    assert "cannot start: rank 1 of 2 ended with exit code 1" in caplog.text
+
+
+def test_a_start_that_fails_with_every_process_there_raises():
+    async def scenario():
+        def load(config):
+            raise RuntimeError("a fault of ours")
+
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            await serve(Config.read({"port": 0, "metrics_port": -1}, environ={}), load)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("which", ["port", "metrics_port"])
 def test_a_taken_port_is_a_clear_error(which, caplog):
     async def scenario():
