@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from scorer.model import ATTENTION_NAME, CLASSIFIER, ScoringModel
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 READ = {".safetensors", ".gguf", ".json", ".model"}  # what a checkpoint is read from
-HEAD_OF_WORDS = ("lm_head.",)  # as the tensors of it begin
+log = logging.getLogger(__name__)
 
 
 def find(source: str, allow_download: bool) -> Path:
@@ -163,14 +164,18 @@ def _refuse_leftovers(source: str, model: PreTrainedModel, names: Iterable[str])
 
 
 def _refuse_unused(source: str, model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Whole modules of the checkpoint that are not in the model: it would score by a part of what was trained. What
-    transformers declares as not needed, such as heads that draft, is not among the names; before a head of classes
-    one of words computes nothing that is read."""
-    unread = HEAD_OF_WORDS if type(model).__name__.endswith(CLASSIFIER) else ()
-    if unused := sorted(name for name in names if not name.startswith(unread)):
-        told = f"{len(unused)} tensors that {type(model).__name__} has no place for, such as {', '.join(unused[:3])}"
+    """Whole modules of the checkpoint that are not in the model. In its decoder they are a part of what was trained,
+    and it would score without them; beside it they are further heads (of values, of classes, that draft), of which
+    nothing is read. What transformers declares as not needed is not among the names."""
+    parts = (f"{model.base_model_prefix}.", *(f"{name}." for name, _ in model.base_model.named_children()))
+    inside = sorted(name for name in names if name.startswith(parts))
+    if beside := sorted(set(names) - set(inside)):
+        told = "model %r: %d tensors beside its decoder have no place in %s and are not used, such as %s"
+        log.warning(told, source, len(beside), type(model).__name__, beside[0])
+    if inside:
+        told = f"{len(inside)} tensors that {type(model).__name__} has no place for, such as {', '.join(inside[:3])}"
         raise ModelError(
-            f"model {source!r} has {told}: config.json does not fit the checkpoint, see {_misfit(model.config, unused)}"
+            f"model {source!r} has {told}: config.json does not fit the checkpoint, see {_misfit(model.config, inside)}"
         )
 
 

@@ -226,6 +226,18 @@ def test_a_configuration_of_less_than_the_checkpoint_is_refused(family, change, 
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["v_head.summary.weight", "score.weight", "mtp.layers.0.weight", "lm_heads.0.weight"])
+def test_a_head_beside_the_decoder_is_told_and_not_used(name, tmp_path, caplog):
+    """Of values, of classes, or one that drafts: what it computes is not read."""
+    plain = load(saved(tmp_path / "plain", "llama", **LLAMA))
+    with_tensors(saved(tmp_path / "more", "llama", **LLAMA), **{name: torch.ones(3)})
+    more = load(tmp_path / "more")
+    assert f"beside its decoder have no place in LlamaForCausalLM and are not used, such as {name}" in caplog.text
+    ids = np.arange(5, dtype=np.int32)
+    # Where the file has the tensors elsewhere in a page, products may round in another order.
+    torch.testing.assert_close(more.alone(ids, 1), plain.alone(ids, 1))
+
+
 def test_any_tensor_that_the_model_has_not_is_refused(tmp_path):
     with_tensors(saved(tmp_path, "llama", **LLAMA), **{"model.memory.weight": torch.ones(3)})
     with pytest.raises(ModelError, match=r"has 1 tensors that .* such as model\.memory\.weight: .* model_type 'llama'"):
