@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from wsgiref.simple_server import WSGIServer
 
@@ -18,6 +20,7 @@ from scorer.batching_metrics import BatchingMetrics
 from scorer.drift import RESULTS
 from scorer.memory import PARTS
 
+KNOCK_SECONDS = 0.05
 STAGES = ("tokenize", "queue", "plan", "forward", "total")
 STATUS_PREFIX = "DOCUMENT_STATUS_"
 STATUSES = tuple(name.removeprefix(STATUS_PREFIX).lower() for name in pb.DocumentStatus.keys()[1:])
@@ -40,7 +43,13 @@ class Endpoint:
         return int(self.server.server_port)
 
     def close(self) -> None:
-        self.server.shutdown()
+        """The server looks every half second whether it is to stop, and when somebody comes: so somebody comes."""
+        stopping = threading.Thread(target=self.server.shutdown, name="metrics stop")
+        stopping.start()
+        at = str(self.server.server_address[0]), self.port
+        while stopping.is_alive():
+            with suppress(OSError), socket.create_connection(at, KNOCK_SECONDS):
+                stopping.join(KNOCK_SECONDS)
         self.server.server_close()
         self.thread.join()
 
