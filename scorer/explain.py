@@ -17,7 +17,7 @@ from attention.timing import CANDIDATES, MEASURED_PREFIX, MEASURED_TOKENS, TimeM
 from batching.select import Measured, StrategyError, Threshold, choose
 from batching.types import Item, TokenizedRequest
 from scorer.errors import ConfigError
-from scorer.explain_table import show
+from scorer.explain_table import show, whose
 from scorer.lengths import MOST_TILE, MOST_TOKENS, Lengths, between, lengths_of, read_lengths
 from scorer.times import heads_of, load_times
 
@@ -129,7 +129,7 @@ def _explain_file(model: TimeModel, args: argparse.Namespace) -> int:
         for strategy, count in chosen.most_common():
             print(f"{strategy:24s}{count:6d} of {total}")
         print(f"the article's advice is within {AGREES - 1:.0%} of the fastest for {agreed} of {total}")
-        print(f"times: predicted, of one layer on {model.machine.name}, whatever this machine is")
+        print(whose(model))
     return 0
 
 

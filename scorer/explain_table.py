@@ -40,12 +40,17 @@ def show(told: dict[str, Any], model: TimeModel, advice: str, file: TextIO | Non
 
 def _sentences(told: dict[str, Any], model: TimeModel, advice: str) -> list[str]:
     refused = [f"no time: {c['refused']}" for c in told["strategies"].values() if "refused" in c]
-    times = f"times: predicted, of one layer on {model.machine.name}, whatever this machine is"
+    times = whose(model)
     if told["beyond_measured"]:
         times += (
             f"; measured up to {MEASURED_PREFIX:,} tokens of prefix and {MEASURED_TOKENS:,} in all: more takes longer"
         )
     return [*refused, f"choice: {told['choice']} ({told['reason']})", advice, times]
+
+
+def whose(model: TimeModel) -> str:
+    """A sentence: which machine the times are of."""
+    return f"times: predicted, of one layer on {model.machine.name}, whatever this machine is"
 
 
 def short(number: float, decimals: int = 0) -> str:

@@ -29,9 +29,7 @@ def at(args: argparse.Namespace) -> Iterator[Score]:
 @contextmanager
 def here(config: Config, timeout: float) -> Iterator[Score]:
     """By the service itself, without the wire."""
-    from scorer.client import ScorerError
     from scorer.metrics import Metrics
-    from scorer.refusal import STATUS_CODES
     from scorer.service import ScorerService
 
     runtime = _loaded(config)
@@ -39,10 +37,8 @@ def here(config: Config, timeout: float) -> Iterator[Score]:
     service.serve(runtime)
 
     def score(request: pb.ScoreRequest) -> pb.ScoreResponse:
-        try:
+        with _as_a_client_hears():
             return runner.run(service.score(request, time.monotonic() + timeout))
-        except tuple(STATUS_CODES) as error:
-            raise ScorerError(STATUS_CODES[type(error)], str(error)) from None
 
     with asyncio.Runner() as runner:
         try:
@@ -56,22 +52,28 @@ def here(config: Config, timeout: float) -> Iterator[Score]:
 @contextmanager
 def plain(config: Config) -> Iterator[Score]:
     """By transformers' own forward, one document at a time: to compare with."""
-    from scorer.client import ScorerError
-    from scorer.errors import InvalidRequest
-    from scorer.refusal import STATUS_CODES
-
     runtime = _loaded(config)
 
     def score(request: pb.ScoreRequest) -> pb.ScoreResponse:
-        try:
+        with _as_a_client_hears():
             return _one_at_a_time(runtime, request)
-        except InvalidRequest as error:
-            raise ScorerError(STATUS_CODES[InvalidRequest], str(error)) from None
 
     try:
         yield score
     finally:
         runtime.close()
+
+
+@contextmanager
+def _as_a_client_hears() -> Iterator[None]:
+    """A refusal is the error that a client would raise for its status."""
+    from scorer.client import ScorerError
+    from scorer.refusal import STATUS_CODES
+
+    try:
+        yield
+    except tuple(STATUS_CODES) as error:
+        raise ScorerError(STATUS_CODES[type(error)], str(error)) from None
 
 
 def _one_at_a_time(runtime: Runtime, request: pb.ScoreRequest) -> pb.ScoreResponse:
