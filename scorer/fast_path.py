@@ -97,6 +97,7 @@ class FastPath:
         self._split_tokens = 0 if mode.invariant else SPLIT_TOKENS
         self._invariant = mode.invariant
         self._graphs: dict[GraphKey, Graph] = {}
+        self._paged = False  # whether they are for passes with kept prefixes
         # Passes follow one another on one stream, and each is fetched before the next begins: they share this memory.
         self._hidden = torch.zeros(most_tokens, model.width, dtype=model.dtype, device=model.device)
         self._logits = torch.zeros(most_tokens, LABELS, dtype=torch.float32, device=model.device)
@@ -126,20 +127,24 @@ class FastPath:
         parts = 4 * part_capacity(SPLIT_TOKENS, cut) * kv_heads * blocks.rows * (head_dim + 1)
         ints = 4 * places(GraphKey(most_tokens, most_tokens, True, False), cut)[1]
         cached = 2 * CACHED_TOKENS * kv_heads * head_dim * dtype.itemsize
-        return 4 * (buckets + split) * GRAPH_BYTES + outputs, parts + ints + cached
+        return 2 * (buckets + split) * GRAPH_BYTES + outputs, parts + ints + cached
 
     def takes(self, batch: PackedBatch) -> bool:
         """Whether all of its items are to be computed this way."""
         return all(strategy is Strategy.FUSED for strategy in batch.leaf_strategies)
 
     def capture(self, paged: bool) -> float:
-        """Captures every graph that traffic can meet and returns the seconds it took. paged: prefixes are kept."""
+        """Captures every graph that traffic can meet and returns the seconds it took.
+
+        paged: prefixes are kept. A pass without any then takes a graph with pages all the same: a few empty kernels
+        cost it less than graphs of its own would cost every start.
+        """
         started = time.perf_counter()
+        self._paged = paged
         for tokens in reversed(self._buckets):
             for reads in sorted({tokens} if self._invariant else {few_reads(tokens), tokens}, reverse=True):
-                for with_pages in {False, paged}:
-                    for split in {False, tokens <= self._split_tokens}:
-                        self._capture(GraphKey(tokens, reads, with_pages, split))
+                for split in {False, tokens <= self._split_tokens}:
+                    self._capture(GraphKey(tokens, reads, paged, split))
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
@@ -160,6 +165,7 @@ class FastPath:
         if self._invariant:
             assert key is not None, "an invariant pass fits its one graph"
             key = key._replace(reads=key.tokens)
+        key = None if key is None else key._replace(paged=key.paged or self._paged)
         graph = None if key is None else self._graphs.get(key)
         staging = self._next_staging()
         if graph is not None and key is not None:
