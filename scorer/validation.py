@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+import numpy as np
+
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.config import Limits
 from scorer.errors import InvalidRequest, Violation
@@ -64,7 +66,7 @@ def check_prefix(request: pb.ScoreRequest, profile: Profile, limits: Limits, bad
             ids, size = request.token_ids.ids, limits.vocabulary_size
             if not ids:
                 bad.add("token_ids.ids", "not empty")
-            elif (highest := max(ids)) >= size:
+            elif (highest := int(np.asarray(ids).max())) >= size:  # an array tells it many times as fast
                 bad.add("token_ids.ids", f"below the vocabulary size {size}", highest)
 
 
