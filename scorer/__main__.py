@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     config = config_of(args)
-    from scorer import logs
+    from scorer import logs, wakeful
     from scorer.server import serve
 
     logs.configure(config.log_format)
@@ -148,7 +148,7 @@ def _serve(args: argparse.Namespace) -> int:
         from scorer.ranks import run
 
         return _ended(run(config, serve))
-    return _ended(asyncio.run(serve(config)))
+    return _ended(wakeful.run(serve(config), config.awake_seconds))
 
 
 def _ended(code: int) -> int:

@@ -88,6 +88,9 @@ class Config(BaseModel):
         "auto", description="of standard error; auto: text on a terminal, JSON elsewhere"
     )
     drain_seconds: float = Field(30.0, ge=0, description="how long SIGTERM waits for accepted calls")
+    awake_seconds: float = Field(
+        0.0, ge=0, le=60, description="how long after an event the server naps and does not sleep; 0: it sleeps at once"
+    )
 
     max_documents: int = Field(2000, ge=1, description="documents of one request; more is refused")
     max_request_tokens: int = Field(4 * MiB, ge=1, description="tokens of one request; more is refused")

@@ -31,6 +31,7 @@ LISTENING = (
     "self_check_seconds",
     "otlp_endpoint",
     "drain_seconds",
+    "awake_seconds",
 )
 SETTINGS = tuple(Config.model_fields)
 MODEL_SETTINGS = tuple(name for name in SETTINGS if name not in LISTENING)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from scorer import wakeful
 from scorer.config import Config
 from scorer.place import Place, given_place, order
 
@@ -78,10 +79,10 @@ def run(config: Config, serve: Callable[..., Coroutine[Any, Any, int]]) -> int:
             from scorer.follower import follow
 
             return follow(config, place)
-        return asyncio.run(serve(config, load))
+        return wakeful.run(serve(config, load), config.awake_seconds)
     with Ranks(config, config.tensor_parallel) as ranks:
         place = ranks.place
-        return asyncio.run(serve(config, load, lost=ranks.lost))
+        return wakeful.run(serve(config, load, lost=ranks.lost), config.awake_seconds)
 
 
 def _started(config: Config, place: Place, command: Sequence[str]) -> subprocess.Popen[bytes]:

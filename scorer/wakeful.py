@@ -1,0 +1,56 @@
+"""An event loop that stays awake between calls that follow one another.
+
+A processor that sleeps wakes slowly, in a virtual machine above all, and a call alone waits a handful of times: for the
+network, for a thread, for the device. So for a while after each event the loop naps, too short for the processor to
+sleep deeply, and without the interpreter, which other threads have meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import selectors
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+NAP_SECONDS = 50e-6
+
+
+class WakefulSelector(selectors.DefaultSelector):
+    """The platform's selector; naps for `awake` seconds after an event, in place of sleeping until the next."""
+
+    def __init__(self, awake: float, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._awake = awake
+        self._clock = clock
+        self._until = clock() + awake
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """As the platform's: what is ready, at the latest after `timeout` seconds; None: whenever something is."""
+        now = self._clock()
+        end = None if timeout is None else now + timeout
+        while now < self._until and (end is None or now < end):
+            if found := super().select(0):
+                self._until = now + self._awake
+                return found
+            self.nap()
+            now = self._clock()
+        found = super().select(None if end is None else max(0.0, end - now))
+        if found:
+            self._until = self._clock() + self._awake
+        return found
+
+    def nap(self) -> None:
+        """At most NAP_SECONDS; an event ends it."""
+        select.select([self.fileno()], [], [], NAP_SECONDS)
+
+
+def run(main: Coroutine[Any, Any, T], awake: float) -> T:
+    """asyncio.run, on a loop that stays awake for so many seconds after an event; 0: on a usual one."""
+    if not awake:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(WakefulSelector(awake))) as runner:
+        return runner.run(main)
