@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from loadtest.model_report import plot, read_rows
-from loadtest.shapes import SHAPES, SIZES
+from loadtest.shapes import SCALING, SHAPES, SIZES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -49,8 +49,8 @@ def test_the_engines_other_figures():
     assert told in text
     more = read_rows(MODEL.with_name("scaling.jsonl"))
     *items, last = (f"{row['items_per_s']:,.0f}" for row in more)
-    assert f"{', '.join(items)} and {last} items/s at 32, 64, 128 and 256 items" in text
-    assert [row["shape"][2] for row in more] == [32, 64, 128, 256]
+    assert f"{', '.join(items)} and {last} items/s at 32, 64, 128, 256, 512 and 1,000 items" in text
+    assert [tuple(row["shape"]) for row in more] == list(SCALING)
 
 
 def test_ratios_follow_from_the_floor():
