@@ -7,7 +7,6 @@ a model that cannot be served; 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
