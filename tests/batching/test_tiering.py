@@ -340,7 +340,7 @@ def test_two_that_begin_alike_are_both_waited_for():
         await asyncio.sleep(0.01)
         gates[0].set()
         await tasks[0]
-        assert chains[1].keys[0] in cache.filling
+        assert cache.filling == [(1, chains[1].keys[1])], "what both begin with is there"
         gates[1].set()
         await tasks[1]
         assert not cache.filling
