@@ -188,12 +188,12 @@ class Batcher:
         self._submitted += 1
         self._jobs[job.ticket] = job
         self._in_flight.join(job)
-        self._count(job)
-        self._read_ahead(job)
-        self._work.set()
-        if self._loop is None:
-            self._loop = asyncio.create_task(self._run())
         try:
+            self._count(job)
+            self._read_ahead(job)
+            self._work.set()
+            if self._loop is None:
+                self._loop = asyncio.create_task(self._run())
             return await self._ended(job)
         except asyncio.CancelledError:
             self._left_alone(job)

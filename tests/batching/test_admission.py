@@ -225,6 +225,14 @@ def test_what_bytes_are_in_tokens_is_the_first_seen_and_then_learned_byte_by_byt
     assert made._tokens_per_byte == pytest.approx(1 + 2 / math.e)
 
 
+def test_a_request_without_a_token_is_a_lesson_too():
+    made = scheduler()
+    made.learn_size(100, 0)
+    assert made._tokens_per_byte == 0.0
+    made.learn_size(1, 1)
+    assert made._tokens_per_byte == pytest.approx(1 / MEMORY_BYTES, rel=1e-3)
+
+
 def test_many_short_requests_do_not_have_a_long_one_refused_that_could_be_in_time():
     """A short one is nearly all template: ninety tokens of a hundred bytes. A long one has a token in four bytes."""
     made = scheduler()

@@ -83,6 +83,26 @@ def test_what_was_wanted_again_is_copied_down_and_brought_back_before_its_pass()
     run(scenario())
 
 
+def test_whose_tiers_cannot_be_asked_leaves_nothing_behind():
+    async def scenario():
+        device = FakeDevice()
+        shelf = Shelf(device)
+        made = batcher(device, tiers=(shelf, Rates({"shelf": (1e-4, 1e9)})))
+        made.observer = Counting()
+
+        def found(keys):
+            raise OSError("an index")
+
+        shelf.found = found
+        with pytest.raises(OSError, match="an index"):
+            await made.submit(request(range(8), [1]))
+        assert (made.queued_tokens, made.unanswered) == (0, 0)
+        await made.submit(request([], [1]))
+        await made.drain()
+
+    run(scenario())
+
+
 def test_whoever_waits_for_a_fetch_alone_is_woken_by_it():
     async def scenario():
         device = TimedDevice(0.1)
@@ -199,6 +219,26 @@ def test_a_pass_that_is_cancelled_by_the_device_is_one_that_failed():
             await made.submit(request([1], [2]), made._clock() + 60.0)
         await made.submit(request([1], [2]))
         await made.drain()
+
+    run(scenario())
+
+
+def test_a_pass_that_the_drain_ends_has_not_failed():
+    async def scenario():
+        device = FakeDevice()
+        device.failures = [RuntimeError("no")] * (FAILURES_IN_A_ROW - 1)
+        made = batcher(device)
+        for _ in range(FAILURES_IN_A_ROW - 1):
+            with pytest.raises(DeviceFailed):
+                await made.submit(request([1], [2]))
+        device.gate.clear()
+        hanging = submitted(made, request([1], [2]))
+        await asyncio.sleep(0.01)
+        made.give_up("it hangs")
+        with pytest.raises(Closed):
+            await hanging
+        await made.drain()
+        assert await made.failed() == "it hangs"
 
     run(scenario())
 

@@ -39,6 +39,23 @@ def test_bytes_that_could_not_be_in_time_are_refused_and_counted():
     virtual(scenario())
 
 
+def test_what_runs_is_waited_for():
+    async def scenario():
+        made = timed(0.05)
+        running = submitted(made, request(range(49), [1]))
+        await asyncio.sleep(0.01)
+        made.learn_size(10, 10)
+        with pytest.raises(CannotFinish):
+            await made.submit(request([7], [8]), made._clock() + 0.03)
+        with pytest.raises(CannotFinish):
+            made.admit_bytes(2, Asked(), made._clock() + 0.015)
+        await made.submit(request([7], [8]), made._clock() + 0.2)
+        await running
+        await made.drain()
+
+    virtual(scenario())
+
+
 def test_a_pass_that_failed_early_is_not_waited_for():
     async def scenario():
         device = FakeDevice()
