@@ -168,7 +168,7 @@ class Batcher:
         refuse_expired(deadline, now)
         ticket = Ticket(asked.tenant, asked.priority, now, deadline, asked.partial)
         try:
-            self._scheduler.admit_bytes(ticket, size, list(self._jobs), self._free_at, now, texts)
+            self._scheduler.admit_bytes(ticket, size, list(self._jobs), self._device_free(now), now, texts)
         except NotAdmitted as error:
             self.observer.refused(error.reason)
             raise
@@ -188,12 +188,12 @@ class Batcher:
         self._submitted += 1
         self._jobs[job.ticket] = job
         self._in_flight.join(job)
-        self._count(job)
-        self._read_ahead(job)
-        self._work.set()
-        if self._loop is None:
-            self._loop = asyncio.create_task(self._run())
         try:
+            self._count(job)
+            self._read_ahead(job)
+            self._work.set()
+            if self._loop is None:
+                self._loop = asyncio.create_task(self._run())
             return await self._ended(job)
         except asyncio.CancelledError:
             self._left_alone(job)
@@ -228,11 +228,15 @@ class Batcher:
         ticket.work = Work.of(len(request.prefix), cached, lengths, job.naive)
         self._window.arrived(now)
         try:
-            self._scheduler.admit(ticket, list(self._jobs), self._free_at if self._running else now, now)
+            self._scheduler.admit(ticket, list(self._jobs), self._device_free(now), now)
         except NotAdmitted as error:
             self.observer.refused(error.reason)
             raise
         return job
+
+    def _device_free(self, now: float) -> float:
+        """When what runs is expected to end."""
+        return self._free_at if self._running else now
 
     def _refuse_late(self, deadline: float | None, now: float) -> None:
         """Its deadline came since the first look at it, so it counts as missed."""
@@ -323,6 +327,7 @@ class Batcher:
 
     def _leave(self, job: Job) -> None:
         self._jobs.pop(job.ticket, None)
+        self._scheduler.left(job.ticket)
         if not any(part.job is job for part in self._running):
             self._composer.drop(job)
         if heirs := self._in_flight.leave(job):
@@ -414,8 +419,7 @@ class Batcher:
             job.done.set_result(answer)
 
     def _fail(self, job: Job, error: BatchingError) -> None:
-        self._jobs.pop(job.ticket, None)
-        self._in_flight.leave(job)
+        self._leave(job)
         if not job.done.done():
             job.done.set_exception(error)
 
@@ -456,7 +460,9 @@ class Batcher:
             self._tell(parts)
             reads = await self._execute(batch)
             scored = unpack(batch, reads)
-        except Exception as error:  # noqa: BLE001 - whatever it was, it fails this pass and no other
+        except (Exception, asyncio.CancelledError) as error:  # whatever it was, it fails this pass and no other
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
             self._not_running(parts)
             self._failed_pass(parts, error)
             return
@@ -512,7 +518,7 @@ class Batcher:
                     self.ahead.keep(part.job.lease)
                 self._composer.drop(part.job)
 
-    def _failed_pass(self, parts: Sequence[Part], error: Exception) -> None:
+    def _failed_pass(self, parts: Sequence[Part], error: BaseException) -> None:
         self._failures += 1
         self._composer.finish(parts, sound=False)
         for part in parts:

@@ -98,12 +98,12 @@ class Job:
         prefix = len(self.request.prefix)
         return Work.sums(prefix, cached, self.count, self.total, self.squares, self.naive)
 
-    def waits(self, filling: Collection[bytes]) -> bool:
+    def waits(self, filling: Collection[tuple[int, bytes]]) -> bool:
         """Whether its prefix is on its way into pages."""
         if self.fetching is not None and not self.fetching.done():
             return True
         leased = self.lease is not None and self.lease.tokens == len(self.request.prefix)
-        return not leased and any(key in filling for key in self.chain.keys[:1])
+        return not leased and any(self.chain.keys[place : place + 1] == (key,) for place, key in filling)
 
     def open_items(self) -> Iterator[int]:
         """Items without a score that no pass computes at the moment."""

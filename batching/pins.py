@@ -42,7 +42,6 @@ class Pins:
         if not keys:
             return 0
         self._expire(now)
-        self._end(keys[-1])
         room = self._room(owner, sum(key not in self._names for key in keys))
         promise = self._promises[keys[-1]] = Promise(owner, [], until)
         for key in keys:
@@ -85,10 +84,10 @@ class Pins:
     def _end(self, name: bytes) -> None:
         if name in self._promises:
             self._shorten(name, len(self._promises[name].keys))
-            del self._promises[name]
 
     def _shorten(self, name: bytes, by: int) -> int:
-        """Keeps so many blocks fewer, the last ones; returns how many are kept by nobody else."""
+        """Keeps so many blocks fewer, the last ones, and forgets what keeps none; returns how many are kept by nobody
+        else."""
         promise, freed = self._promises[name], 0
         for _ in range(by):
             key = promise.keys.pop()
@@ -97,6 +96,8 @@ class Pins:
                 del self._names[key]
                 freed += 1
         self._kept[promise.owner] -= freed
+        if not promise.keys:
+            del self._promises[name]
         return freed
 
     def _room(self, owner: bytes, wanted: int) -> int:
@@ -119,6 +120,6 @@ class Pins:
         taken = 0
         own = [name for name, promise in self._promises.items() if promise.owner == owner]
         for name in sorted(own, key=lambda name: self._promises[name].until):
-            while taken < wanted and self._promises[name].keys:
+            while taken < wanted and name in self._promises:
                 taken += self._shorten(name, 1)
         return taken

@@ -127,7 +127,8 @@ def by_tokens(before: int, tokens: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class PrefixCache:
-    """Final. filling: first blocks of prefixes whose pages are being filled; whoever begins with one of them waits.
+    """Final. filling: blocks whose pages are being filled, the first of each run with its place in the prefix; whose
+    prefix has it there waits.
 
     Eviction takes the block that is least worth keeping: how often it was wanted, each time counting half as
     much HALF_LIFE later, times what computing it again costs. So what is not wanted any more goes, whatever it costs,
@@ -137,7 +138,7 @@ class PrefixCache:
     page_size: int
     cost: Cost = by_tokens
     counts: CacheCounts = field(default_factory=CacheCounts)
-    filling: list[bytes] = field(default_factory=list)
+    filling: list[tuple[int, bytes]] = field(default_factory=list)
     _blocks: dict[bytes, Block] = field(default_factory=dict)
     _heap: list[tuple[float, int, Block]] = field(default_factory=list)
     _pushed: int = 0

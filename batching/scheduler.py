@@ -24,6 +24,7 @@ FAR = 1e9  # seconds: turns that are further away than this are equal
 TIE_SECONDS = 0.002  # deadlines that are nearer than this are equal: the shorter job goes first
 PROMISE_RESERVE = 0.05  # part of an accepted request's patience that stays free, as predictions are never exact
 SHARE_FILL = 0.85  # part of its share that a tenant may fill while others ask too: arrivals are never even
+MEMORY_BYTES = 1 << 18  # over which tokens of a byte are remembered: short requests, mostly template, say little
 OPTIMISM = 0.5  # an estimate from bytes may be wrong: only what twice as fast a device could not do is refused by it
 # gRPC sends a timeout rounded up by as much as a hundredth: the caller gives up that much before our deadline comes.
 # The hundredth is of the whole, of which a part is over already: so much of what is left, and so many seconds at least.
@@ -64,6 +65,7 @@ class Ticket:
     partial    at its deadline it takes what is scored, so it is never beyond hope
     work       what is still to be computed, made again each tick
     seconds    what that takes, predicted, but for the part that is running
+    owed       seconds of its tenant's share that were set aside for it; share: the part of the device that this was
     due        by when it should be done: its deadline, or earlier; with `seconds` it gives the order
     """
 
@@ -75,6 +77,8 @@ class Ticket:
     work: Work = field(default_factory=Work)
     seconds: float = 0.0
     due: float = math.inf
+    owed: float = 0.0
+    share: float = 1.0
 
     def went_late(self, now: float) -> bool:
         """Whether a caller who goes now goes because of the deadline."""
@@ -158,7 +162,14 @@ class Scheduler:
             if self.pass_time.known:
                 self._check_share(new, queue, share, now)
                 self._check_deadlines(new, queue, free_at, now)
-        self._promised[new.tenant] = begin + new.seconds / share
+        new.share, new.owed = share, new.seconds / share
+        self._promised[new.tenant] = begin + new.owed
+
+    def left(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more: what was not computed of it is not charged to its tenant."""
+        undone, ticket.owed = min(ticket.seconds / ticket.share, ticket.owed), 0.0
+        if ticket.tenant in self._promised:
+            self._promised[ticket.tenant] -= undone
 
     def _begin(self, new: Ticket, share: float, now: float) -> float:
         """When a tenant's own device, as fast as its share, would begin with this request.
@@ -239,7 +250,8 @@ class Scheduler:
         """What a request's bytes turned out to be in tokens."""
         if size > 0:
             old = self._tokens_per_byte
-            self._tokens_per_byte = tokens / size if old is None else old + 0.05 * (tokens / size - old)
+            part = 1.0 if old is None else -math.expm1(-size / MEMORY_BYTES)
+            self._tokens_per_byte = (old or 0.0) * (1 - part) + tokens / size * part
 
     def admit_bytes(
         self,

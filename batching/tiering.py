@@ -205,8 +205,8 @@ class ReadAhead:
         if taken or not contents:
             return 0, 0.0
         lease = self._cache.registered(Chain(asked.salt, asked.keys[:blocks], self._end(asked, blocks)), self._clock())
-        root = asked.keys[0]
-        self._cache.filling.append(root)
+        first = hit, asked.keys[hit]
+        self._cache.filling.append(first)
         try:
             new = lease.blocks[hit:]
             pages = np.array([block.page for block in new], np.int32)
@@ -217,7 +217,7 @@ class ReadAhead:
                 block.stored = tier == self._tiers.names[0]  # else it is to come nearer when it is wanted again
             return len(new), seconds
         finally:
-            self._cache.filling.remove(root)
+            self._cache.filling.remove(first)
             self._cache.release(lease)
 
     def keep(self, lease: Lease) -> None:

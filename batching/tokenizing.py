@@ -14,19 +14,22 @@ from batching.scheduler import DISTANT, PATIENCE, PRIORITY_SECONDS, STRETCH, Tex
 
 LARGE_BYTES = 1 << 20
 MEMORY = 32.0  # texts over which what a byte takes is remembered
+BESIDE_BYTES = 1024  # what a text takes beside its bytes, as bytes: of many short ones nothing follows for long ones
 
 
 @dataclass(slots=True, eq=False)
 class Text:
     """A request of `size` bytes, and of so many tokens at most.
 
-    ticket.seconds: what tokenizing it takes, predicted; began: when a thread took it.
+    ticket.seconds: what tokenizing it takes, predicted; began: when a thread took it; owed: seconds by which it moved
+    what comes after it of its tenant.
     """
 
     size: int
     most_tokens: int
     ticket: Ticket
     began: float | None = None
+    owed: float = 0.0
 
     @property
     def large(self) -> bool:
@@ -57,14 +60,14 @@ class TextQueue:
         return self._learned_seconds / self._learned_bytes if self._learned_bytes else 0.0
 
     def _learn(self, size: int, seconds: float) -> None:
-        """What a text took on its thread. Small ones count by their bytes, as they do in what is predicted."""
+        """What a text took on its thread. Each counts by its bytes, as it does in what is predicted."""
         kept = 1 - 1 / MEMORY
-        self._learned_bytes = self._learned_bytes * kept + size
+        self._learned_bytes = self._learned_bytes * kept + size + BESIDE_BYTES
         self._learned_seconds = self._learned_seconds * kept + seconds
 
     def look(self, ticket: Ticket, size: int, most_tokens: int, now: float) -> Text:
         """The text as it would stand in the queue."""
-        ticket.seconds = size * self.seconds_per_byte
+        ticket.seconds = (size + BESIDE_BYTES) * self.seconds_per_byte
         fair = self._begin(ticket.tenant, now) + ticket.seconds * STRETCH * self._sharing(ticket.tenant)
         ticket.due = fair + PATIENCE if ticket.deadline is None else min(ticket.deadline, fair + DISTANT)
         return Text(size, most_tokens, ticket)
@@ -74,7 +77,8 @@ class TextQueue:
         tenant = text.ticket.tenant
         begin = self._begin(tenant, now)
         self._tenants[tenant] += 1
-        self._promised[tenant] = begin + text.ticket.seconds * self._sharing(tenant)
+        text.owed = text.ticket.seconds * self._sharing(tenant)
+        self._promised[tenant] = begin + text.owed
         self._waiting[text] = None
         self.bytes += text.size
 
@@ -91,9 +95,10 @@ class TextQueue:
         return text
 
     def give_up(self, text: Text) -> None:
-        """Nobody waits for it any more: it is not begun, unless a thread has it already."""
+        """Nobody waits for it any more: it is not begun, nor is its tenant charged, unless a thread has it already."""
         if text in self._waiting:
             del self._waiting[text]
+            self._promised[text.ticket.tenant] -= text.owed
             self._left(text)
 
     def ended(self, text: Text, now: float | None) -> None:

@@ -10,6 +10,7 @@ from batching.errors import CannotFinish, OverShare
 from batching.pass_time import Work
 from batching.scheduler import (
     CLASS_RESERVE,
+    MEMORY_BYTES,
     OPTIMISM,
     PATIENCE,
     PROMISE_RESERVE,
@@ -211,11 +212,37 @@ def test_one_tenant_alone_may_fill_the_queue():
 # --- bytes
 
 
-def test_what_bytes_are_in_tokens_is_the_first_seen_and_then_learned_slowly():
+@pytest.mark.parametrize("parts", [1, 64])
+def test_what_bytes_are_in_tokens_is_the_first_seen_and_then_learned_byte_by_byte(parts):
     made = scheduler()
-    for size, tokens, expected in ((0, 9, None), (1, 3, 3.0), (100, 200, 2.95), (0, 9, 2.95), (50, 0, 2.8025)):
-        made.learn_size(size, tokens)
-        assert made._tokens_per_byte == (None if expected is None else pytest.approx(expected))
+    made.learn_size(0, 9)
+    assert made._tokens_per_byte is None
+    made.learn_size(1, 3)
+    assert made._tokens_per_byte == 3.0
+    for _ in range(parts):  # the same bytes are the same lesson, in one request or in many
+        made.learn_size(MEMORY_BYTES // parts, MEMORY_BYTES // parts)
+    made.learn_size(0, 9)
+    assert made._tokens_per_byte == pytest.approx(1 + 2 / math.e)
+
+
+def test_a_request_without_a_token_is_a_lesson_too():
+    made = scheduler()
+    made.learn_size(100, 0)
+    assert made._tokens_per_byte == 0.0
+    made.learn_size(1, 1)
+    assert made._tokens_per_byte == pytest.approx(1 / MEMORY_BYTES, rel=1e-3)
+
+
+def test_many_short_requests_do_not_have_a_long_one_refused_that_could_be_in_time():
+    """A short one is nearly all template: ninety tokens of a hundred bytes. A long one has a token in four bytes."""
+    made = scheduler()
+    made.learn_size(100_000, 25_000)
+    for _ in range(100):
+        made.learn_size(100, 90)
+    queue = waiting(made, ticket(10))
+    made.admit_bytes(ticket(0, 15.0), 100_000, queue, 0.0, 0.0)
+    with pytest.raises(CannotFinish):
+        made.admit_bytes(ticket(0, 12.0), 100_000, queue, 0.0, 0.0)
 
 
 def test_the_edge_of_bytes():
@@ -295,6 +322,44 @@ def test_the_tokenizers_alone_may_be_too_slow_and_an_idle_service_takes_anything
     with pytest.raises(CannotFinish):
         made.admit_bytes(ticket(0, 0.4), 10, [], 0.0, 0.0, TextsAhead(9, ((5, 5),), 1.0))
     made.admit_bytes(ticket(0, 0.4), 10, [], 0.0, 0.0, TextsAhead(9, (), 1.0))
+
+
+# --- what is not computed after all
+
+
+def crowded(*tenants):
+    """Two tenants ask for more than the device."""
+    made = scheduler()
+    for tenant in tenants:
+        made.shares.asked(tenant, 100.0, 0.0)
+    return made
+
+
+@pytest.mark.parametrize("done", [0.0, 0.25, 1.0])
+def test_a_tenant_is_not_charged_for_what_was_left_undone(done):
+    made, fresh = crowded("a", "b"), crowded("a", "b")
+    waiting(made, ticket(100, tenant="a"))
+    gone = waiting(made, ticket(1000, tenant="a"))[0]
+    gone.work = Work(int(1000 * (1 - done)))
+    made.estimate(gone)
+    made.left(gone)
+    made.left(gone)  # once
+    waiting(fresh, ticket(100 + int(1000 * done), tenant="a"))
+    dues = [waiting(each, ticket(100, tenant="a"))[0].due for each in (made, fresh)]
+    assert dues[0] == pytest.approx(dues[1], rel=1e-3)
+
+
+def test_no_more_comes_back_than_was_set_aside():
+    made, fresh = crowded("a", "b"), crowded("a", "b")
+    for each in (made, fresh):
+        waiting(each, ticket(1000, tenant="a"))
+    gone = waiting(made, ticket(100, tenant="a"))[0]
+    gone.work = Work(5000)  # its prefix left the cache while it waited
+    made.estimate(gone)
+    made.left(gone)
+    made.left(ticket(10, tenant="who never came"))
+    dues = [waiting(each, ticket(100, tenant="a"))[0].due for each in (made, fresh)]
+    assert dues[0] == pytest.approx(dues[1], rel=1e-3)
 
 
 # --- what tenants asked for

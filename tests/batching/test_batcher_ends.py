@@ -83,6 +83,26 @@ def test_what_was_wanted_again_is_copied_down_and_brought_back_before_its_pass()
     run(scenario())
 
 
+def test_whose_tiers_cannot_be_asked_leaves_nothing_behind():
+    async def scenario():
+        device = FakeDevice()
+        shelf = Shelf(device)
+        made = batcher(device, tiers=(shelf, Rates({"shelf": (1e-4, 1e9)})))
+        made.observer = Counting()
+
+        def found(keys):
+            raise OSError("an index")
+
+        shelf.found = found
+        with pytest.raises(OSError, match="an index"):
+            await made.submit(request(range(8), [1]))
+        assert (made.queued_tokens, made.unanswered) == (0, 0)
+        await made.submit(request([], [1]))
+        await made.drain()
+
+    run(scenario())
+
+
 def test_whoever_waits_for_a_fetch_alone_is_woken_by_it():
     async def scenario():
         device = TimedDevice(0.1)
@@ -165,6 +185,131 @@ def test_what_expired_by_the_clock_is_ended_before_the_next_pass():
         await running
         assert made.observer.counts == {"missed": 2}
         assert made.queued_tokens == 0
+        await made.drain()
+
+    run(scenario())
+
+
+def test_an_heir_of_what_failed_is_counted_at_once():
+    async def scenario():
+        device = FakeDevice()
+        device.failures = [RuntimeError("no")]
+        device.gate.clear()
+        made = batcher(device, pass_tokens=64)
+        payer = submitted(made, request(range(8), [1], [2]))
+        await asyncio.sleep(0.01)
+        heir = submitted(made, request(range(8), [1], [2]))
+        await asyncio.sleep(0.01)
+        device.gate.set()
+        with pytest.raises(DeviceFailed):
+            await payer
+        assert made.queued_tokens == 10, "before the next pass is thought of"
+        assert_right(request(range(8), [1], [2]), await heir)
+        await made.drain()
+
+    run(scenario())
+
+
+def test_a_pass_that_is_cancelled_by_the_device_is_one_that_failed():
+    async def scenario():
+        device = FakeDevice()
+        device.failures = [asyncio.CancelledError()]
+        made = batcher(device)
+        with pytest.raises(DeviceFailed, match=r"^CancelledError in the forward pass$"):
+            await made.submit(request([1], [2]), made._clock() + 60.0)
+        await made.submit(request([1], [2]))
+        await made.drain()
+
+    run(scenario())
+
+
+def test_a_pass_that_the_drain_ends_has_not_failed():
+    async def scenario():
+        device = FakeDevice()
+        device.failures = [RuntimeError("no")] * (FAILURES_IN_A_ROW - 1)
+        made = batcher(device)
+        for _ in range(FAILURES_IN_A_ROW - 1):
+            with pytest.raises(DeviceFailed):
+                await made.submit(request([1], [2]))
+        device.gate.clear()
+        hanging = submitted(made, request([1], [2]))
+        await asyncio.sleep(0.01)
+        made.give_up("it hangs")
+        with pytest.raises(Closed):
+            await hanging
+        await made.drain()
+        assert await made.failed() == "it hangs"
+
+    run(scenario())
+
+
+def test_who_cancelled_many_is_served_like_one_who_did_not():
+    """Two tenants; one always has three requests waiting, the other sent two hundred and took them back."""
+
+    async def waited(sent):
+        made = timed(0.06, pages=0, queue_tokens=100_000)
+        made.observer = Counting()
+        busy = [asyncio.create_task(endless(made, n)) for n in range(3)]
+        await asyncio.sleep(1.0)
+        given_up = [submitted(made, request([100 + n], [6] * 63, tenant="a")) for n in range(sent)]
+        await asyncio.sleep(0.01)
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        await asyncio.sleep(1.0)
+        began = made._clock()
+        await made.submit(request([7], [8], tenant="a"))
+        for task in busy:
+            task.cancel()
+        return made._clock() - began
+
+    async def endless(made, n):
+        while True:
+            await made.submit(request([n], [5] * 63, tenant="b"))
+
+    assert run(waited(200)) <= run(waited(0)) + 0.12, "two passes at most"
+
+
+def test_what_begins_alike_does_not_wait_for_what_others_fetch():
+    """Each fill takes longer than until the next begins, so that one is always under way."""
+
+    async def scenario():
+        device = TimedDevice(0.001)
+        shelf = Shelf(device)
+        made = timed(0, device, tiers=(shelf, Rates({"shelf": (1e-4, 1e9)})), pages=400, pass_tokens=400)
+        root, users = list(range(PAGE)), [[100 + n] * 8 for n in range(50)]
+        for n in range(WISHES):
+            for user in users:
+                await made.submit(request(root + user, [n]))
+        await made.ahead.settle()
+        made.cache.clear()
+        warm = request([*root, 7, 7, 7, 7], [1])
+        await made.submit(warm)
+        filled = shelf.fill
+
+        async def fill(pages, contents):
+            await asyncio.sleep(0.005)
+            return await filled(pages, contents)
+
+        shelf.fill = fill
+        fetched, waited = [], []
+
+        async def late():
+            began = made._clock()
+            await made.submit(request(warm.prefix, [2]))
+            waited.append(made._clock() - began)
+
+        for n, user in enumerate(users):
+            fetched.append(submitted(made, request(root + user, [9])))
+            await asyncio.sleep(0.002)
+            if n == 10:
+                assert made.cache.filling
+                answered = asyncio.create_task(late())
+        await answered
+        assert waited[0] < 0.01, "and not until nobody fetches any more"
+        for user, answer in zip(users, await asyncio.gather(*fetched), strict=True):
+            assert_right(request(root + user, [9]), answer)
+        assert made.ahead.counts.chosen["fetch"] == 1 + len(users), "the first block for the warm one"
         await made.drain()
 
     run(scenario())

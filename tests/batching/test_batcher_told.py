@@ -10,7 +10,7 @@ import pytest
 from batching.batcher import HOLD_TRIES
 from batching.errors import CannotFinish, Closed, DeviceFailed, DeviceGone, Expired, QueueFull
 from batching.job import Job
-from batching.scheduler import Asked, Ticket
+from batching.scheduler import Asked, TextsAhead, Ticket
 from batching.select import Choice, Strategy
 from batching.tiering import Rates
 from loadtest.virtual_time import run as virtual
@@ -35,6 +35,37 @@ def test_bytes_that_could_not_be_in_time_are_refused_and_counted():
         await made.drain()
         with pytest.raises(Closed, match=r"^the service is stopping$"):
             made.admit_bytes(1, Asked(), None)
+
+    virtual(scenario())
+
+
+def test_what_runs_is_waited_for():
+    async def scenario():
+        made = timed(0.05)
+        running = submitted(made, request(range(49), [1]))
+        await asyncio.sleep(0.01)
+        made.learn_size(10, 10)
+        with pytest.raises(CannotFinish):
+            await made.submit(request([7], [8]), made._clock() + 0.03)
+        with pytest.raises(CannotFinish):
+            made.admit_bytes(2, Asked(), made._clock() + 0.015)
+        await made.submit(request([7], [8]), made._clock() + 0.2)
+        await running
+        await made.drain()
+
+    virtual(scenario())
+
+
+def test_a_pass_that_failed_early_is_not_waited_for():
+    async def scenario():
+        device = FakeDevice()
+        device.failures = [RuntimeError("no")]
+        made = timed(0, device, queue_tokens=1000)
+        with pytest.raises(DeviceFailed):
+            await made.submit(request(range(50), [1]))
+        made.learn_size(10, 10)
+        made.admit_bytes(1, Asked(), made._clock() + 0.01, TextsAhead(9, ((1, 1),), 0.0))
+        await made.drain()
 
     virtual(scenario())
 

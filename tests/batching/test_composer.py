@@ -106,16 +106,17 @@ def test_a_job_waits_for_what_is_fetched_or_filled():
     one = job(made, request(range(6), [7]))
     root, second = one.chain.keys
     assert not one.waits([])
-    assert one.waits([root])
-    assert not one.waits([second]), "the first block says which prefix"
+    assert one.waits([(0, root)])
+    assert one.waits([(2, root), (1, second)])
+    assert not one.waits([(1, b"another"), (2, b"longer"), (3, second)]), "it begins alike and goes on otherwise"
     one.fetching = SimpleNamespace(done=lambda: False)
     assert one.waits([])
     one.fetching = SimpleNamespace(done=lambda: True)
     assert not one.waits([])
     one.lease = SimpleNamespace(tokens=6)
-    assert not one.waits([root]), "it has all of it"
+    assert not one.waits([(0, root)]), "it has all of it"
     one.lease = SimpleNamespace(tokens=4)
-    assert one.waits([root])
+    assert one.waits([(0, root)])
 
 
 # --- a pass
@@ -156,7 +157,7 @@ def test_a_job_that_does_not_fit_as_a_whole_is_reckoned_with_its_part():
 def test_what_waits_is_passed_over_and_not_waited_for():
     made = composer()
     one, other = joined(made, request([1], [2])), joined(made, request([3], [4]))
-    made.cache.filling.append(one.chain.keys[0])
+    made.cache.filling.append((0, one.chain.keys[0]))
     assert [part.job for part in made.compose([one, other], 0.0)] == [other]
 
 

@@ -38,6 +38,42 @@ def test_what_would_end_first_is_given_up_first():
     assert kept(pins, keys("a1", 3) + keys("a2", 3)) == [True] * 4 + [False] * 2
 
 
+def pinned(most, **blocks):
+    """Owners, each with so many blocks, in this order."""
+    pins = Pins(most)
+    for owner, count in blocks.items():
+        assert pins.pin(owner.encode(), keys(owner, count), 100.0, 0.0) == count
+    return pins
+
+
+def shares(pins, **blocks):
+    return [sum(kept(pins, keys(owner, count))) for owner, count in blocks.items()]
+
+
+def test_nobody_gives_up_what_there_is_room_for():
+    pins = pinned(8, a=5, b=3)
+    assert shares(pins, a=5, b=3) == [5, 3]
+
+
+def test_who_has_its_part_takes_nothing_from_who_has_more():
+    pins = pinned(8, a=8, b=2, c=1)
+    assert pins.pin(b"b", keys("bb", 2), 100.0, 0.0) == 0
+    assert shares(pins, a=8, b=2, c=1) == [5, 2, 1]
+
+
+@pytest.mark.parametrize("blocks", [{"a": 4, "z": 5}, {"a": 5, "z": 4}])
+def test_who_has_most_gives_first(blocks):
+    pins = pinned(9, **blocks)
+    assert pins.pin(b"m", keys("m", 1), 100.0, 0.0) == 1
+    assert shares(pins, **blocks) == [4, 4]
+
+
+def test_nobody_gives_of_its_part():
+    pins = pinned(9, a=4, z=5)
+    assert pins.pin(b"m", keys("m", 9), 100.0, 0.0) == 3
+    assert shares(pins, a=4, z=5) == [3, 3]
+
+
 @pytest.mark.parametrize(("again", "until"), [(1.0, 1.0), (20.0, 20.0)])
 def test_a_prefix_is_kept_for_as_long_as_was_said_last(again, until):
     pins = Pins(8)
@@ -81,6 +117,17 @@ def test_what_is_remembered_stays_small_however_often_a_prefix_is_renewed():
         pins.pin(b"a", keys(f"a{n}", 3), 3600.0, float(n) / 10)
     assert len(pins._ends) <= 64 + 4 * len(pins._promises)
     assert len(pins._promises) == 1
+
+
+def test_what_was_taken_for_others_is_forgotten():
+    pins = Pins(6)
+    for n in range(3):
+        pins.pin(b"a", keys(f"a{n}", 2), 3600.0 + n, 0.0)
+    pins.pin(b"b", keys("b", 3), 3600.0, 0.0)
+    assert len(pins._promises) == 3, "one of a's has nothing left"
+    for key in reversed(keys("b", 3)):
+        pins.drop(key)
+    assert len(pins._promises) == 2
 
 
 wishes = st.lists(

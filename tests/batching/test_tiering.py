@@ -169,6 +169,38 @@ def test_what_is_fetched_is_in_the_index_and_held_only_while_it_is_filled():
     run(scenario())
 
 
+def test_what_is_fetched_is_its_callers_and_takes_no_pinned_page():
+    async def scenario():
+        cache, ahead = made(FakeTiers(1e-3, 1e10), 1e-3, pages=4)
+        pinned, other = prefix(cache, 0, 2 * PAGE), prefix(cache, 1, 2 * PAGE)
+        for asked in (pinned, other):
+            lease = cache.acquire(asked, 0.0)
+            cache.commit(lease)
+            if asked is pinned:
+                assert cache.pin(lease, 100.0, 0.0) == 2 * PAGE
+            cache.release(lease)
+        mine = cache.chain(b"mine", np.arange(2 * PAGE, dtype=np.int32))
+        await ahead.bring(mine)
+        assert [cache.hit(asked) for asked in (pinned, other, mine)] == [2 * PAGE, 0, 2 * PAGE]
+        assert {block.owner for block in cache.blocks(mine.keys)} == {b"mine"}
+
+    run(scenario())
+
+
+def test_what_came_from_the_nearest_tier_is_not_copied_back_to_it():
+    async def scenario():
+        cache, ahead = made(FakeTiers(1e-3, 1e10), 1e-3, pages=4)
+        asked = prefix(cache, 0, 2 * PAGE)
+        await ahead.bring(asked)
+        for _ in range(WISHES + 1):
+            lease = cache.acquire(asked, 0.0)
+            ahead.keep(lease)
+            cache.release(lease)
+        assert not ahead._storing
+
+    run(scenario())
+
+
 def test_an_error_in_a_tier_is_nobodys_error():
     async def scenario():
         tiers = FakeTiers(1e-3, 1e10)
@@ -340,7 +372,7 @@ def test_two_that_begin_alike_are_both_waited_for():
         await asyncio.sleep(0.01)
         gates[0].set()
         await tasks[0]
-        assert chains[1].keys[0] in cache.filling
+        assert cache.filling == [(1, chains[1].keys[1])], "what both begin with is there"
         gates[1].set()
         await tasks[1]
         assert not cache.filling

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batching.scheduler import DISTANT, PRIORITY_SECONDS, Ticket
-from batching.tokenizing import LARGE_BYTES, TextQueue
+from batching.scheduler import DISTANT, PATIENCE, PRIORITY_SECONDS, STRETCH, Ticket
+from batching.tokenizing import BESIDE_BYTES, LARGE_BYTES, MEMORY, TextQueue
 
 LARGE = LARGE_BYTES + 1
 
@@ -16,7 +16,7 @@ def queue(threads=2, seconds_per_byte=1e-6):
     if seconds_per_byte:
         text = added(made, 1000)
         assert made.take(0.0) is text
-        made.ended(text, 1000 * seconds_per_byte)
+        made.ended(text, (1000 + BESIDE_BYTES) * seconds_per_byte)
     return made
 
 
@@ -83,6 +83,33 @@ def test_tenants_have_their_turns():
     assert taken(made, 20) == turns, "one of each"
 
 
+SIZE = 100_000 - BESIDE_BYTES  # a tenth of a second
+
+
+def test_a_tenants_next_text_is_due_behind_its_last_as_fast_as_its_share_is():
+    made = queue()
+    alone = [added(made, SIZE, 3.0, tenant="a").ticket.due - 3.0 for _ in range(3)]
+    assert alone == pytest.approx([STRETCH * 0.1 + PATIENCE + n * 0.1 for n in range(3)])
+    other = [added(made, SIZE, 3.0, tenant="b").ticket.due - 3.0 for _ in range(3)]
+    assert other == pytest.approx([STRETCH * 0.2 + PATIENCE + n * 0.2 for n in range(3)])
+    again = added(made, SIZE, 3.0, deadline=99.0, tenant="b")
+    assert again.ticket.due == pytest.approx(3.0 + 0.6 + STRETCH * 0.2 + DISTANT)
+
+
+def test_short_ones_that_come_a_little_later_pass_a_long_one():
+    made = queue()
+    long = added(made, 1_000_000)
+    short, later = added(made, 1000, 3.0, tenant="b"), added(made, 1000, 5.0, tenant="b")
+    assert taken(made, 3, 5.0) == [short, long, later]
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_large_ones_have_all_threads_but_one(threads):
+    made = queue(threads)
+    large = [added(made, LARGE) for _ in range(threads)]
+    assert [made.take(0.0) for _ in range(threads)] == [*large[:-1], None]
+
+
 def test_large_ones_leave_a_thread_to_small_ones():
     made = queue()
     large = [added(made, LARGE, deadline=9.0) for _ in range(3)]
@@ -116,6 +143,49 @@ def test_what_a_byte_takes_is_learned_by_bytes():
     assert made.seconds_per_byte == pytest.approx(0.5e-6, rel=0.01)
 
 
+def test_what_a_byte_took_is_forgotten_text_by_text():
+    made = TextQueue(2)
+    for rate, texts in ((1e-6, 1000), (1e-5, int(MEMORY))):
+        for _ in range(texts):
+            text = added(made, SIZE)
+            made.take(3.0)
+            made.ended(text, 3.0 + 100_000 * rate)
+    assert made.seconds_per_byte == pytest.approx(1e-6 + 9e-6 * (1 - (1 - 1 / MEMORY) ** MEMORY))
+
+
+def test_many_short_ones_do_not_make_a_long_one_look_hopeless():
+    """A tenth of a millisecond each, and a megabyte a second: what a text takes beside its bytes is no byte's."""
+    made = queue()
+    for _ in range(1000):
+        text = added(made, 100)
+        made.take(0.0)
+        made.ended(text, 2e-4)
+    assert made.look(ticket(), 1 << 20, 9, 0.0).ticket.seconds < 1.0
+    long = added(made, 500_000)
+    made.take(0.0)
+    made.ended(long, 0.5)
+    assert made.look(ticket(), 1 << 20, 9, 0.0).ticket.seconds == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_tenant_is_not_charged_for_what_it_gave_up():
+    made = queue(threads=1)
+    other, first = added(made, 10, tenant="b"), added(made, 10, tenant="a")
+    for text in [added(made, 1_000_000, tenant="a") for _ in range(60)]:
+        made.give_up(text)
+    second = added(made, 10, tenant="a")
+    later = added(made, 10, 0.1, tenant="b")
+    assert taken(made, 4) == [other, first, second, later]
+
+
+def test_what_a_thread_has_is_charged_though_nobody_waits_for_it():
+    made = queue(threads=1)
+    running = added(made, 1_000_000, tenant="a")
+    made.take(0.0)
+    added(made, 10, tenant="b")
+    made.give_up(running)
+    assert added(made, 10, tenant="a").ticket.due > 1.0
+
+
 def test_what_stands_before_a_small_one():
     made = queue()
     running = added(made, 400_000, deadline=5.0)
@@ -126,8 +196,24 @@ def test_what_stands_before_a_small_one():
     ahead = made.ahead(new, 0.1)
     assert ahead.most_tokens == 77
     assert sorted(size for size, _ in ahead.sizes) == [before.size, running.size]
-    assert ahead.seconds == pytest.approx((0.3 + 0.3) / 2 + 0.05)
+    beside = BESIDE_BYTES * 1e-6
+    assert ahead.seconds == pytest.approx((0.3 + 0.3 + 2 * beside) / 2 + 0.05 + beside)
     assert behind.size not in dict(ahead.sizes)
+
+
+def test_of_equals_the_first_stands_before_the_second():
+    made = queue()
+    first = added(made, 10, 2.0, deadline=2.5)
+    assert made.ahead(made.look(ticket(2.0, 2.5), 20, 9, 2.0), 2.0).sizes == ((first.size, first.most_tokens),)
+
+
+def test_what_a_thread_has_done_already_is_not_waited_for():
+    made = queue()
+    added(made, SIZE, 7.0)
+    made.take(7.0)
+    for now, left in ((7.0, 0.1), (7.06, 0.04), (9.0, 0.0)):
+        new = made.look(ticket(now), SIZE, 9, now)
+        assert made.ahead(new, now).seconds == pytest.approx(left / 2 + 0.1)
 
 
 def test_what_stands_before_a_large_one():
@@ -138,7 +224,7 @@ def test_what_stands_before_a_large_one():
     assert made.take(0.0) is running
     ahead = made.ahead(made.look(ticket(0.1, 0.9), 3 * LARGE, 9, 0.1), 0.1)
     assert sorted(size for size, _ in ahead.sizes) == [small.size, running.size]
-    assert ahead.seconds == pytest.approx(5 * LARGE * 1e-6 - 0.1), "one large one after the other"
+    assert ahead.seconds == pytest.approx((5 * LARGE + 2 * BESIDE_BYTES) * 1e-6 - 0.1), "one large one after the other"
 
 
 STEPS = st.tuples(
