@@ -165,11 +165,12 @@ def _cuts(start: Ints, cut: Cut, shared: int) -> Ints:
     ends = np.minimum(even + tokens, count) - 1
     if not ((start[ends] != start[even]) & (even - start[even] > shared)).any():
         return even
-    cuts, at = [], 0
-    while at < count:
-        cuts.append(at)
-        item_end = int(changes[np.searchsorted(changes, at, side="right")])
-        at = item_end if item_end < at + tokens and at - int(start[at]) > shared else at + tokens
+    cuts, at, begin = [], 0, 0
+    for end in changes.tolist():  # of one item after the other; a few ints at a time are faster than arrays
+        while at < end:
+            cuts.append(at)
+            at = end if end < at + tokens and at - begin > shared else at + tokens
+        begin = end
     return np.array(cuts, np.int32)
 
 

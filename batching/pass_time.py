@@ -76,14 +76,16 @@ class FittedPassTime:
 
     def __init__(self, rate: float = FIRST_RATE) -> None:
         self._prior = np.array([1e-3, 1.0 / rate, 1e-5 / rate])
-        self._passes: deque[tuple[float, float, float]] = deque(maxlen=REMEMBERED)
+        # (1, tokens, pairs) of each pass, divided by what it took: relative errors are what counts.
+        self._rows = np.zeros((REMEMBERED, 3))
+        self._learned = 0
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._fit = self._prior
         self.margin = 1.0
 
     @property
     def known(self) -> bool:
-        return len(self._passes) >= KNOWN_PASSES
+        return self._learned >= KNOWN_PASSES
 
     def seconds(self, work: Work) -> float:
         """Of one pass with this work."""
@@ -100,24 +102,21 @@ class FittedPassTime:
             self._ratios.append(seconds / max(self.seconds(work), 1e-9))
             rank = math.ceil(MARGIN_QUANTILE * len(self._ratios)) - 1
             self.margin = min(max(1.0, sorted(self._ratios)[rank]), MOST_MARGIN)
-        self._passes.append((work.tokens, work.pairs, seconds))
-        self._fit = self._fitted()
+        row = np.array((1.0, work.tokens, work.pairs)) / seconds
+        self._rows[self._learned % REMEMBERED] = row
+        self._learned += 1
+        self._fit = self._fitted(self._prior / max(float(self._prior @ row), 1e-12))
 
-    def _fitted(self) -> NDArray[np.float64]:
-        """Relative errors are what counts, so each row is divided by what the pass took."""
-        told = np.array(self._passes)
-        rows = np.column_stack([np.ones(len(told)), told[:, :2]]) / told[:, 2:]
-        scale = np.maximum(np.abs(rows).max(axis=0), 1e-12)
-        prior = self._prior * told[-1, 2] / max(float(self._prior @ (1.0, *told[-1, :2])), 1e-12)
-        free = np.ones(3, np.bool_)
-        fit = np.zeros(3)
-        while free.any():
-            x = rows[:, free] / scale[free]
-            ridge = PRIOR_WEIGHT * np.eye(int(free.sum()))
-            target = x.sum(axis=0) + PRIOR_WEIGHT * prior[free] * scale[free]
-            fit[:] = 0.0
-            fit[free] = np.linalg.solve(x.T @ x + ridge, target) / scale[free]
+    def _fitted(self, prior: NDArray[np.float64]) -> NDArray[np.float64]:
+        """prior: the coefficients taken for true before anything was measured, at the speed of the last pass."""
+        rows = self._rows[: min(self._learned, REMEMBERED)]
+        scale = np.maximum(rows.max(axis=0), 1e-12)
+        products = rows.T @ rows / np.outer(scale, scale) + PRIOR_WEIGHT * np.eye(3)
+        target = rows.sum(axis=0) / scale + PRIOR_WEIGHT * prior * scale
+        free = np.arange(3)
+        while True:
+            fit = np.zeros(3)
+            fit[free] = np.linalg.solve(products[np.ix_(free, free)], target[free]) / scale[free]
             if (fit >= 0).all():
-                break
-            free &= fit >= 0
-        return fit
+                return fit
+            free = np.flatnonzero(fit > 0)

@@ -172,13 +172,13 @@ def test_the_margin_is_that_of_nine_passes_in_ten():
     made = FittedPassTime()
     for n in range(KNOWN_PASSES):
         made.learn(Work(1000 + n, 0.0), 0.01)
-    made._fitted = lambda: made._fit  # what it predicts stays as it is
+    made._fitted = lambda prior: made._fit  # what it predicts stays as it is
     predicted = made.seconds(Work(1000, 0.0))
     for n in range(10):
         made.learn(Work(1000, 0.0), predicted * (1.0 + n / 10))
     assert made.margin == pytest.approx(1.8)
     made.learn(Work(1, 0.0), 1.0)
-    assert len(made._passes) == KNOWN_PASSES + 11, "one token is a pass, too"
+    assert made._learned == KNOWN_PASSES + 11, "one token is a pass, too"
 
 
 def test_one_pass_scales_the_first_belief():
