@@ -161,7 +161,7 @@ class Runtime:
         config, limits = self.config, self.limits
         told = (
             self.checkpoint.digest(),
-            self.tokenization.fingerprint(),
+            self.tokenization.fingerprint,
             self.profile.revision,
             self.info.dtype,
             (config.quantization, config.invariant, None if self.tiers is None else config.kv_codec),
