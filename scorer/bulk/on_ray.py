@@ -17,7 +17,7 @@ from typing import Any
 from scorer.bulk.parts import Job, begun, finish, write_part
 from scorer.bulk.progress import Bar, job_of, options_of, rows_left, source_of, stopped, told
 from scorer.bulk.scorers import scorer_of
-from scorer.errors import ConfigError
+from scorer.errors import ConfigError, StartError
 
 
 class ChunkScorer:
@@ -30,13 +30,14 @@ class ChunkScorer:
         self._context = scorer_of(args)
         self._scorer = self._runner.run(_enter(self._context))
         if self._runner.run(self._scorer.begin(args.max_tokens_per_document)) != job.scorer:
-            raise ConfigError("this worker serves another model, or in another dtype, than the job began with")
+            raise ConfigError(
+                "this worker serves another model or by other settings, such as the dtype, than the job began with"
+            )
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """batch: {"chunk": numbers}; the rows of each, once its part is written, and which process wrote it."""
         chunks = [int(chunk) for chunk in batch["chunk"]]
-        rows = []
-        job = self._job
+        job, rows = self._job, []
         for chunk, table in job.source.tables(job.chunk_rows, chunks):
             scoring = self._scorer.score(job.source.rows_of(table), self._options, job.scorer)
             write_part(job, chunk, table, self._runner.run(scoring))
@@ -49,37 +50,58 @@ async def _enter(context: Any) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Scores the file on Ray. Raises ConfigError."""
+    """Scores the file on Ray. Raises StartError."""
     try:
-        import ray  # noqa: F401  told before anything is loaded
+        import ray
     except ImportError:
         raise ConfigError("--ray needs the ray extra: pip install 'prefixrank[ray]'") from None
     source = source_of(args)
-    job = job_of(args, source, asyncio.run(_fingerprint(args)))
-    with begun(job, args.restart, args.overwrite):
-        failed = _run(args, job)
-        return told(finish(job), args.output) if failed is None else stopped(failed)
-
-
-def _run(args: argparse.Namespace, job: Job) -> Any:
-    """All chunks; what stopped it, if anything did."""
-    import ray
-
-    pending = job.pending()
-    workers: set[str] = set()
+    sent = argparse.Namespace(**{key: value for key, value in vars(args).items() if key not in ("run", "parser")})
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # the bar tells it in rows
     ray.data.DataContext.get_current().enable_progress_bars = False
     ray.init(address=args.ray_address, include_dashboard=False, log_to_driver=False)
     try:
-        rows = job.source.rows
+        job = job_of(args, source, _fingerprint(sent))
+        with begun(job, args.restart, args.overwrite):
+            failed = _score_pending(sent, job)
+            return told(finish(job), args.output) if failed is None else stopped(failed)
+    finally:
+        ray.shutdown()
+
+
+def _fingerprint(args: argparse.Namespace) -> str:
+    """Of what the workers serve, asked on a machine such as theirs: this one may have no GPU. Raises StartError."""
+    import ray
+
+    asked = ray.remote(num_gpus=args.worker_gpus or None, max_calls=1)(_served).remote(args)
+    try:
+        return str(ray.get(asked))
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, StartError):
+            raise error.cause from None
+        raise
+
+
+def _served(args: argparse.Namespace) -> str:
+    async def begin() -> str:
+        async with scorer_of(args) as scorer:
+            return await scorer.begin(args.max_tokens_per_document)
+
+    return asyncio.run(begin())
+
+
+def _score_pending(args: argparse.Namespace, job: Job) -> Any:
+    """All chunks; what stopped it, if anything did."""
+    import ray
+
+    rows, pending, workers = job.source.rows, job.pending(), set()
+    try:
         with Bar(rows, rows - rows_left(job.chunk_rows, rows, pending)) as bar:
             for row in _scored(args, job, pending):
                 workers.add(row["worker"])
                 bar.advance(row["rows"])
     except ray.exceptions.RayError as error:
         return error
-    finally:
-        ray.shutdown()
     print(f"{len(workers)} workers scored {len(pending)} chunks", file=sys.stderr)
     return None
 
@@ -90,20 +112,13 @@ def _scored(args: argparse.Namespace, job: Job, pending: Sequence[int]) -> Any:
 
     if not pending:
         return
-    sent = argparse.Namespace(**{key: value for key, value in vars(args).items() if key not in ("run", "parser")})
     chunks = ray.data.from_items([{"chunk": chunk} for chunk in pending], override_num_blocks=len(pending))
     scored = chunks.map_batches(
         ChunkScorer,
-        fn_constructor_args=(sent, job),
+        fn_constructor_args=(args, job),
         batch_size=1,
         # One chunk at a time: what waits in one worker's line would keep another one idle.
         compute=ray.data.ActorPoolStrategy(size=args.workers, max_tasks_in_flight_per_actor=1),
         num_gpus=args.worker_gpus or None,
     )
     yield from scored.iter_rows()
-
-
-async def _fingerprint(args: argparse.Namespace) -> str:
-    """Of what the workers will serve."""
-    async with scorer_of(args) as scorer:
-        return await scorer.begin(args.max_tokens_per_document)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from argparse import Namespace
 
 import grpc
 import pyarrow as pa
@@ -12,6 +13,7 @@ from batching.batcher import DeviceFailed
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.__main__ import main
 from scorer.bulk import command
+from scorer.bulk.on_ray import ChunkScorer
 from scorer.bulk.parts import Job, begun, finish, write_part
 from scorer.bulk.rows import Options, Patience, ScoredRow, score_rows
 from scorer.bulk.source import describe
@@ -485,3 +487,25 @@ def test_scores_are_the_services_own(tmp_path):
 def test_rows_left():
     assert command.rows_left(10, 25, [0, 2]) == 15
     assert command.rows_left(10, 25, []) == 0
+
+
+def test_a_worker_scores_only_as_the_job_began(tmp_path):
+    """Ray's worker without Ray."""
+    source = pairs(tmp_path / "in.parquet", some(6))
+    job, other = (job_of(tmp_path, source, 2, f"fake {revision}") for revision in ("abc123", "other"))
+    remote = ("timeout", 5.0), ("server_ca", None), ("client_certificate", None), ("client_key", None)
+    given = {**dict(remote), "token_file": None, "concurrency": 2, "max_tokens_per_document": 0}
+
+    def works(target):
+        args = Namespace(target=target, **given)
+        with pytest.raises(ConfigError, match="this worker serves another model"):
+            ChunkScorer(args, other)
+        return ChunkScorer(args, job)({"chunk": [0, 2]})
+
+    async def scenario():
+        async with Life(FakeRuntime()) as life:
+            return await asyncio.to_thread(works, await life.listening())
+
+    with begun(job):
+        assert asyncio.run(scenario())["rows"] == [2, 2]
+        assert job.pending() == [1]
