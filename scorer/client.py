@@ -229,11 +229,11 @@ class ScorerClient:
         except grpc.RpcError as error:
             raise scorer_error(error) from None
 
-    def model_info(self, timeout: float | None = DEFAULT_TIMEOUT) -> pb.GetModelInfoResponse:
-        """What is served. Raises ScorerError."""
+    def model_info(self, timeout: float | None = DEFAULT_TIMEOUT, fingerprint: bool = False) -> pb.GetModelInfoResponse:
+        """What is served; with its fingerprint, for which the first one waits. Raises ScorerError."""
         try:
-            metadata = _metadata(None, self._token)
-            return self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
+            request, metadata = pb.GetModelInfoRequest(fingerprint=fingerprint), _metadata(None, self._token)
+            return self._stub.GetModelInfo(request, timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
             raise scorer_error(error) from None
 
@@ -334,11 +334,13 @@ class AsyncScorerClient:
         except grpc.RpcError as error:
             raise scorer_error(error) from None
 
-    async def model_info(self, timeout: float | None = DEFAULT_TIMEOUT) -> pb.GetModelInfoResponse:
+    async def model_info(
+        self, timeout: float | None = DEFAULT_TIMEOUT, fingerprint: bool = False
+    ) -> pb.GetModelInfoResponse:
         """See ScorerClient.model_info."""
         try:
-            metadata = _metadata(None, self._token)
-            return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
+            request, metadata = pb.GetModelInfoRequest(fingerprint=fingerprint), _metadata(None, self._token)
+            return await self._stub.GetModelInfo(request, timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
             raise scorer_error(error) from None
 

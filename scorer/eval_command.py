@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scorer.flags import MODEL_SETTINGS, add_settings
+from scorer.flags import MODEL_SETTINGS, add_settings, whole
 from scorer.remote import add_remote
 
 EXAMPLE = """example:
@@ -23,14 +23,18 @@ got no score; 2 could not begin or go on."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments and the settings of the model."""
     parser.add_argument("--collection", type=Path, required=True, metavar="DIR", help="the test collection")
-    parser.add_argument("--queries", type=_positive, metavar="N", help="only the first N judged queries (default: all)")
-    parser.add_argument("--depth", type=_positive, default=100, metavar="K", help="candidates a query (default: 100)")
+    parser.add_argument("--queries", type=whole(1), metavar="N", help="only the first N judged queries (default: all)")
+    parser.add_argument("--depth", type=whole(1), default=100, metavar="K", help="candidates a query (default: 100)")
     parser.add_argument("--run-file", type=Path, metavar="FILE", help="TREC run (default: <name of DIR>.run)")
     parser.add_argument("--target", metavar="HOST:PORT", help="a running server (default: the model in this process)")
     parser.add_argument("--plain", action="store_true", help="by transformers one document at a time, to compare with")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of a query (default: 3600)")
     parser.add_argument(
-        "--max-tokens-per-document", type=int, default=0, metavar="N", help="cuts longer ones (default: the profile's)"
+        "--max-tokens-per-document",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="cuts longer ones (default: the profile's)",
     )
     add_remote(parser)
     add_settings(parser, MODEL_SETTINGS)
@@ -42,10 +46,3 @@ def run(args: argparse.Namespace) -> int:
 
     args.run_file = args.run_file or default_run_file(args.collection)
     return evaluate(args)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, got {number}")
-    return number

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from transformers.utils.hub import cached_file
 from xxhash import xxh3_128
@@ -30,8 +32,53 @@ def checkpoint_of(source: str) -> bytes:
     """Of all that the model is made of: a checkpoint, or an adapter and its base model. Reads all of it."""
     began = time.perf_counter()
     digest = b"".join(fingerprint(place) for place in places(source))
-    log.info("the checkpoint's fingerprint for the cache's tiers took %.1f s", time.perf_counter() - began)
+    log.info("the checkpoint's fingerprint took %.1f s", time.perf_counter() - began)
     return digest
+
+
+class Checkpoint:
+    """The checkpoint that a process has loaded: read for its fingerprint only if somebody asks. Threads may share it.
+
+    Its files are looked at before the model is loaded, so that others that lie there later are not taken for it.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._digest = b""
+        self._seen: list[tuple[str, int, int, int]] = []
+        self.look()
+
+    def look(self) -> None:
+        """Looks at the files where they were not there yet: they may have to be fetched."""
+        self._seen = self._seen or _states(self._source)
+
+    def digest(self) -> bytes:
+        """As `checkpoint_of`; where that cannot be told any more, one that no other process has. Blocks."""
+        with self._lock:
+            self._digest = self._digest or self._read()
+            return self._digest
+
+    def _read(self) -> bytes:
+        try:
+            if self._seen and _states(self._source) == self._seen:
+                digest = checkpoint_of(self._source)
+                if _states(self._source) == self._seen:
+                    return digest
+        except ModelError as error:
+            log.warning("%s", error)
+        log.warning("%s is not what was loaded any more: the fingerprint is this process's own", self._source)
+        return uuid4().bytes
+
+
+def _states(source: str) -> list[tuple[str, int, int, int]]:
+    """Which files there are and when each was last written; empty where they cannot be looked at."""
+    try:
+        files = [file for place in places(source) for file in _files(_local(place, None)).values()]
+        told = [(str(file), file.stat()) for file in files]
+    except (ModelError, OSError, ValueError):
+        return []
+    return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in told]
 
 
 def fingerprint(place: str, hub: Path | None = None) -> bytes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic.fields import FieldInfo
 
 from scorer.config import Config
+
+N = TypeVar("N", int, float)
 
 # Settings of the listening service; the commands that run a model in this process have the others.
 LISTENING = (
@@ -35,6 +37,26 @@ LISTENING = (
 )
 SETTINGS = tuple(Config.model_fields)
 MODEL_SETTINGS = tuple(name for name in SETTINGS if name not in LISTENING)
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """The type of a flag that takes a whole number within these limits."""
+    return lambda text: _within(text, int, "a whole number", least, most)
+
+
+def number(least: float, most: float = 1e6) -> Callable[[str], float]:
+    """The type of a flag that takes a number within these limits."""
+    return lambda text: _within(text, float, "a number", least, most)
+
+
+def _within(text: str, kind: Callable[[str], N], what: str, least: N, most: N) -> N:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{what} between {least:.10g} and {most:.10g}, got {text!r}")
+    return value
 
 
 def add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:

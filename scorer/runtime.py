@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import torch
+import transformers
 
 from attention.plans import Strategy
 from batching.batcher import Batcher, BatcherLimits, Scheduling
@@ -18,11 +20,13 @@ from batching.trie import Trie
 from scorer.beam import MAX_BEAMS, BeamSearcher
 from scorer.beam_pages import BeamPages
 from scorer.beam_setup import make_steps, no_beams
+from scorer.build import build_version
 from scorer.config import EMBEDDED, Config, Limits
 from scorer.constraints import read_constraints
 from scorer.device import Device, load_device, source_of
 from scorer.engine import Engine
 from scorer.errors import ModelError, ProfileError
+from scorer.fingerprint import Checkpoint
 from scorer.kv_setup import make_tiers
 from scorer.kv_tiers import KvTiers
 from scorer.loading import find, tokenizer_place
@@ -68,6 +72,7 @@ class Runtime:
     limits: Limits
     memory: MemoryPlan
     info: ModelInfo
+    checkpoint: Checkpoint
     tiers: KvTiers | None = None
     beams: BeamSearcher | None = None
     no_beams: str = ""
@@ -81,12 +86,14 @@ class Runtime:
         if config.model != EMBEDDED:
             find(config.model, config.allow_download)
         profile = _profile(config)
+        source = source_of(config)
+        checkpoint = Checkpoint(source)
         device = load_device(config, place, lambda model: _check_head(profile, model))
         model, engine = device.model, device.engine
         limits, policy = _limits(config, profile, model, device.memory), _policy(config, device)
         if config.calibration is not None or isinstance(policy, Measured):
             warn_of_others(device.time_model, model.head_shape, _machine(model))
-        source = source_of(config)
+        checkpoint.look()
         tokenizer = load_tokenizer(tokenizer_place(source), config.allow_download)
         tokenization = Tokenization(tokenizer, profile, limits, model.classes)
         _check_item_end(profile, model, tokenization)
@@ -115,6 +122,7 @@ class Runtime:
             eos_ids=model.eos_token_ids,
             limits=limits,
             memory=device.memory,
+            checkpoint=checkpoint,
             info=ModelInfo(
                 model=EMBEDDED if config.model == EMBEDDED else model.name,
                 profile_revision=profile.revision,
@@ -147,6 +155,21 @@ class Runtime:
         if self.config.tolerance is not None:
             return self.config.tolerance
         return FP8_TOLERANCE if self.config.quantization == "fp8" else TOLERANCE[self.engine.model.dtype]
+
+    def fingerprint(self) -> str:
+        """Of all that a score depends on beside rounding. Reads the checkpoint when it is first asked for; blocks."""
+        config, limits = self.config, self.limits
+        told = (
+            self.checkpoint.digest(),
+            self.tokenization.fingerprint,
+            self.profile.revision,
+            self.info.dtype,
+            (config.quantization, config.invariant, None if self.tiers is None else config.kv_codec),
+            (limits.max_context_tokens, limits.max_request_tokens, limits.max_query_tokens),
+            (limits.default_tokens_per_document, limits.max_tokens_per_document),
+            (build_version(), transformers.__version__),  # another release may round, or mend, differently
+        )
+        return blake2b(repr(told).encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:
         self.engine.close()

@@ -281,14 +281,24 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
     ) -> pb.GetModelInfoResponse:
         """Says what is served."""
         try:
-            _decoded(request)
-            return self.info()
+            asked = _decoded(request)
+            info = self.info()
+            if asked.fingerprint:
+                info.fingerprint = await self.fingerprint()
+            return info
         except Exception as error:  # noqa: BLE001  every call ends with a status
             await abort(context, self._refusal(error))
 
     def info(self) -> pb.GetModelInfoResponse:
         """What is served. Raises Unavailable."""
         return model_info(self._accepting(), self._version)
+
+    async def fingerprint(self) -> str:
+        """Of all that a score depends on beside rounding; the first one takes as long as reading the checkpoint does.
+
+        Raises Unavailable.
+        """
+        return await asyncio.to_thread(self._accepting().fingerprint)
 
     async def score(self, request: pb.ScoreRequest, deadline: float | None = None) -> pb.ScoreResponse:
         """Scores one request. `deadline` is in seconds of time.monotonic().

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,12 @@ class Tokenization:
         unknown, size = tokenizer.unk_token_id, limits.vocabulary_size
         self._labels = Labels(self._encoder, profile, item[-1], size, unknown, classes)
         self.labels = self._labels.of_profile
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Of the tokenizer and what the profile makes with it."""
+        told = self._tokenizer.backend_tokenizer.to_str(), self._prefix_pieces, self._item_pieces, self.labels
+        return blake2b(repr(told).encode(), digest_size=16).digest()
 
     def tokenize(self, request: pb.ScoreRequest) -> Tokenized:
         """The request in ids, and a verdict on each document. Raises InvalidRequest naming every bad field."""

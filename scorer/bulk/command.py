@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scorer.bulk.progress import Bar, job_of, rows_left, stopped, told
+from scorer.bulk.progress import Bar, job_of, options_of, rows_left, source_of, stopped, told
 from scorer.errors import ConfigError
-from scorer.flags import MODEL_SETTINGS, add_settings, config_of, given_flags
+from scorer.flags import MODEL_SETTINGS, add_settings, given_flags, number, whole
 from scorer.remote import add_remote
 
 if TYPE_CHECKING:
     from scorer.bulk.parts import Job
-    from scorer.bulk.rows import Ask, Options
+    from scorer.bulk.rows import Options
+    from scorer.bulk.scorers import Scorer
 
 EXAMPLE = """example:
   prefixrank score-file pairs.parquet -o scores.parquet
@@ -25,8 +25,10 @@ EXAMPLE = """example:
 
 Rows are (query, document); the output has them in the same order with score, probability, status, message,
 document_tokens (lengths are in tokens) and truncated beside. Rows of one query that lie in the same chunk share its
-prefix: sort by query. Stopped, it goes on where it was; bad rows stay, with their status. Needs the bulk extra.
-Exit codes: 0 every row has its status; 1 the scorer failed, run it again to go on; 2 could not begin."""
+prefix: sort by query. Stopped, it goes on where it was, from PARQUET.parts, as long as input, model and settings are
+the same to the byte; bad rows stay, with their status. Needs the bulk extra.
+Exit codes: 0 every row has its status; 1 the scorer failed, run it again to go on; 2 could not begin, or input or model
+were changed on the way."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,17 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--query-column", default="query", metavar="NAME", help="default: query")
     parser.add_argument("--document-column", default="document", metavar="NAME", help="default: document")
     parser.add_argument("--target", metavar="HOST:PORT", help="a running server (default: the model in this process)")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of a request (default: 600)")
+    parser.add_argument("--timeout", type=number(0), default=600.0, metavar="SECONDS", help="a request (default: 600)")
     told = "done at once, and lost where it is stopped (default: 20000)"
-    parser.add_argument("--chunk-rows", type=_positive, default=20_000, metavar="N", help=told)
-    parser.add_argument("--concurrency", type=_positive, default=8, metavar="N", help="requests under way (default: 8)")
-    parser.add_argument("--max-tokens-per-document", type=int, default=0, metavar="N", help="cuts longer ones")
+    parser.add_argument("--chunk-rows", type=whole(1), default=20_000, metavar="N", help=told)
+    parser.add_argument("--concurrency", type=whole(1), default=8, metavar="N", help="requests under way (default: 8)")
+    told = "cuts longer ones (default, and at most: the profile's)"
+    parser.add_argument("--max-tokens-per-document", type=whole(0), default=0, metavar="N", help=told)
     parser.add_argument("--restart", action="store_true", help="forget what an earlier run has done")
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that is there (default: refuse)")
     told = "spread the chunks over a Ray cluster, or over processes of this machine where there is none"
     parser.add_argument("--ray", action="store_true", help=told)
     parser.add_argument("--ray-address", metavar="ADDRESS", help="of the cluster (default: what Ray finds, or local)")
-    parser.add_argument("--workers", type=_positive, default=1, metavar="N", help="engines on Ray (default: 1)")
-    parser.add_argument("--worker-gpus", type=float, default=0.0, metavar="X", help="GPUs of each (default: 0)")
+    parser.add_argument("--workers", type=whole(1), default=1, metavar="N", help="engines on Ray (default: 1)")
+    parser.add_argument("--worker-gpus", type=number(0), default=0.0, metavar="X", help="GPUs of each (default: 0)")
     add_remote(parser)
     add_settings(parser, MODEL_SETTINGS)
 
@@ -66,12 +70,6 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(_run(args))
 
 
-def _positive(given: str) -> int:
-    if int(given) < 1:
-        raise ValueError("at least 1")
-    return int(given)
-
-
 def _refuse_combinations(args: argparse.Namespace) -> None:
     if args.target and (given_flags(args) or args.config):
         args.parser.error("settings are for a model in this process; with --target the server has its own")
@@ -82,29 +80,27 @@ def _refuse_combinations(args: argparse.Namespace) -> None:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    from scorer.bulk.parts import begin, describe, finish
-    from scorer.bulk.rows import Options
+    from scorer.bulk.parts import begun, finish
+    from scorer.bulk.scorers import scorer_of
 
-    rows, size = describe(args.input, args.query_column, args.document_column)
-    async with _scorer(args) as (ask, name):
-        job = job_of(args, rows, size, name)
-        begin(job, args.restart)
-        options = Options(concurrency=args.concurrency, max_tokens_per_document=args.max_tokens_per_document)
-        failed = await _score_pending(job, ask, options)
-    return told(finish(job), args.output) if failed is None else stopped(failed)
+    source = source_of(args)
+    async with scorer_of(args) as scorer:
+        job = job_of(args, source, await scorer.begin(args.max_tokens_per_document))
+        with begun(job, args.restart, args.overwrite):
+            failed = await _score_pending(job, scorer, options_of(args))
+            return told(finish(job), args.output) if failed is None else stopped(failed)
 
 
-async def _score_pending(job: Job, ask: Ask, options: Options) -> BaseException | None:
+async def _score_pending(job: Job, scorer: Scorer, options: Options) -> BaseException | None:
     """Chunk after chunk; what stopped it, if anything did."""
-    from scorer.bulk.parts import rows_of, tables, write_part
-    from scorer.bulk.rows import score_rows
+    from scorer.bulk.parts import write_part
     from scorer.client_errors import ScorerError
 
-    pending, failed = job.pending(), None
-    with Bar(job.rows, job.rows - rows_left(job.chunk_rows, job.rows, pending)) as bar:
-        for chunk, table in tables(job, pending):
+    source, pending, failed = job.source, job.pending(), None
+    with Bar(source.rows, source.rows - rows_left(job.chunk_rows, source.rows, pending)) as bar:
+        for chunk, table in source.tables(job.chunk_rows, pending):
             try:
-                scored = await score_rows(rows_of(job, table), ask, options)
+                scored = await scorer.score(source.rows_of(table), options, job.scorer)
             except* ScorerError as group:
                 failed = group.exceptions[0]
             if failed is not None:
@@ -112,9 +108,3 @@ async def _score_pending(job: Job, ask: Ask, options: Options) -> BaseException 
             write_part(job, chunk, table, scored)
             bar.advance(table.num_rows)
     return failed
-
-
-def _scorer(args: argparse.Namespace) -> AbstractAsyncContextManager[tuple[Ask, str]]:
-    from scorer.bulk.scorers import local, remote
-
-    return remote(args) if args.target else local(config_of(args))

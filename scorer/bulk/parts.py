@@ -1,56 +1,52 @@
-"""A job's files: the input in chunks, a part for each chunk that is done, and at the end one output.
+"""A job's files: a part for each chunk that is done, and at the end one output.
 
-A part is written whole or not at all, so a job that was stopped goes on with the chunks that have none.
+A part is written whole or not at all, so a job that was stopped goes on with the chunks that have none. All that is
+unfinished lies in the folder of parts, which one run at a time has and which goes when the output is there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scorer.bulk.rows import Row, ScoredRow
+from scorer.bulk.rows import ScoredRow
+from scorer.bulk.source import OUTPUT, Source
 from scorer.errors import ConfigError
 
-OUTPUT = pa.schema(
-    [
-        ("score", pa.float64()),
-        ("probability", pa.float64()),
-        ("status", pa.string()),
-        ("message", pa.string()),
-        ("document_tokens", pa.int32()),
-        ("truncated", pa.bool_()),
-    ]
-)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One file to score. What changes a score or a chunk's rows is in it, so that parts of another job are noticed."""
+    """One file to score. What changes a score or a chunk's rows is in it, so that parts of another job are noticed.
 
-    input: str
+    scorer: the fingerprint of what is served
+    """
+
+    source: Source
     output: str
-    query: str
-    document: str
     chunk_rows: int
-    rows: int
-    input_bytes: int
     scorer: str
     max_tokens_per_document: int
 
     @property
     def parts(self) -> Path:
-        return Path(f"{self.output}.parts")
+        return parts_of(self.output)
 
     @property
     def chunks(self) -> int:
-        return -(-self.rows // self.chunk_rows)
+        return -(-self.source.rows // self.chunk_rows)
 
     def part(self, chunk: int) -> Path:
         return self.parts / f"{chunk:08d}.parquet"
@@ -59,75 +55,103 @@ class Job:
         """Chunks that have no part yet."""
         return [chunk for chunk in range(self.chunks) if not self.part(chunk).exists()]
 
+    def told(self) -> dict[str, object]:
+        """What must be the same for its parts to be this job's."""
+        return {
+            "query": self.source.query,
+            "document": self.source.document,
+            "input": self.source.digest,
+            "chunk_rows": self.chunk_rows,
+            "scorer": self.scorer,
+            "max_tokens_per_document": self.max_tokens_per_document,
+        }
 
-def describe(input: str, query: str, document: str) -> tuple[int, int]:
-    """Rows and bytes of the input. Raises ConfigError where it is not one that can be scored."""
+
+def parts_of(output: str) -> Path:
+    """Where its parts lie."""
+    return Path(f"{output}.parts")
+
+
+def check_output(output: str, restart: bool, overwrite: bool) -> None:
+    """Raises ConfigError where the output cannot be written, or would replace a file that nobody said to replace."""
+    path, goes_on = Path(output), _manifest(parts_of(output)).exists() and not restart
+    if path.is_dir():
+        raise ConfigError(f"the output {output} is a directory: name a file")
+    if path.exists() and not overwrite and not goes_on:
+        raise ConfigError(f"the output {output} is there already: --overwrite replaces it")
+
+
+@contextmanager
+def begun(job: Job, restart: bool = False, overwrite: bool = False) -> Iterator[None]:
+    """Makes the folder of parts, or finds it from an earlier run of the same job, and keeps other runs out of it.
+
+    Raises ConfigError.
+    """
     try:
-        file = pq.ParquetFile(input)
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{input} is no parquet file that can be read: {error}") from None
-    with file:
-        names = file.schema_arrow.names
-        for column in (query, document):
-            if column not in names:
-                raise ConfigError(f"{input} has no column {column!r}; it has {', '.join(names)}")
-        clash = sorted(set(names) & set(OUTPUT.names))
-        if clash:
-            raise ConfigError(f"{input} already has the columns {', '.join(clash)} that scores are written to")
-        return file.metadata.num_rows, os.path.getsize(input)
+        job.parts.mkdir(parents=True, exist_ok=True)
+        with (job.parts / "lock").open("w") as lock:
+            _take(lock, job)
+            try:
+                check_output(job.output, restart, overwrite)  # again: another run may have written it by now
+                if restart:
+                    _clear(job.parts)
+                _check_parts(job)
+                yield
+            finally:
+                _leave(job.parts)
+    except OSError as error:
+        raise ConfigError(f"the output {job.output}: {error}") from None
 
 
-def begin(job: Job, restart: bool) -> None:
-    """Makes the folder of parts, or finds it from an earlier run of the same job. Raises ConfigError."""
-    if restart:
-        shutil.rmtree(job.parts, ignore_errors=True)
-    manifest = job.parts / "job.json"
-    told = {key: value for key, value in asdict(job).items() if key not in ("input", "output")}
-    if manifest.exists():
-        before = json.loads(manifest.read_text(encoding="utf-8"))
-        changed = sorted(key for key in told.keys() | before.keys() if told.get(key) != before.get(key))
-        if changed:
-            raise ConfigError(
-                f"{job.parts} has parts of another job ({', '.join(changed)} changed): --restart begins anew"
-            )
-        return
-    job.parts.mkdir(parents=True, exist_ok=True)
-    _whole(manifest, lambda path: path.write_text(json.dumps(told), encoding="utf-8"))
+def _take(lock: IO[str], job: Job) -> None:
+    """Held until it is closed, so a run that was killed holds none."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another run is at work on {job.output}") from None
+    except OSError as error:  # some shared file systems have no locks
+        log.warning("%s: %s: see to it that no other run has this output", lock.name, error.strerror)
+    if not os.fstat(lock.fileno()).st_nlink:
+        raise ConfigError(f"another run at work on {job.output} has just ended")
 
 
-def tables(job: Job, chunks: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
-    """The rows of these chunks, ascending, read once."""
-    wanted, number = set(chunks), 0
-    if not wanted:
-        return
-    with pq.ParquetFile(job.input) as file:
-        for table in _even(file, job.chunk_rows):
-            if number in wanted:
-                yield number, table
-            number += 1
-            if number > max(wanted):
-                return
+def _check_parts(job: Job) -> None:
+    manifest, told = _manifest(job.parts), job.told()
+    for left in job.parts.glob(".*.tmp"):
+        left.unlink()
+    if not manifest.exists() and not any(_parts(job.parts)):
+        _whole(manifest, job.parts, lambda path: path.write_text(json.dumps(told), encoding="utf-8"))
+    try:
+        before = dict(json.loads(manifest.read_bytes()))
+    except (FileNotFoundError, TypeError, ValueError):
+        unknown = f"{job.parts} has parts, and no {manifest.name} that says of which job"
+        raise ConfigError(f"{unknown}: --restart begins anew") from None
+    changed = sorted(key for key in told.keys() | before.keys() if told.get(key) != before.get(key))
+    if changed:
+        raise ConfigError(f"{job.parts} has parts of another job ({', '.join(changed)} changed): --restart begins anew")
 
 
-def _even(file: pq.ParquetFile, rows: int) -> Iterator[pa.Table]:
-    """Tables of exactly so many rows but for the last: the file's row groups end where they want."""
-    kept: list[pa.Table] = []
-    count = 0
-    for batch in file.iter_batches(batch_size=rows):
-        table = pa.Table.from_batches([batch])
-        while count + table.num_rows >= rows:
-            yield pa.concat_tables([*kept, table.slice(0, rows - count)])
-            table, kept, count = table.slice(rows - count), [], 0
-        if table.num_rows:
-            kept.append(table)
-            count += table.num_rows
-    if kept:
-        yield pa.concat_tables(kept)
+def _manifest(parts: Path) -> Path:
+    return parts / "job.json"
 
 
-def rows_of(job: Job, table: pa.Table) -> list[Row]:
-    """Query and document of each row."""
-    return list(zip(table[job.query].to_pylist(), table[job.document].to_pylist(), strict=True))
+def _parts(parts: Path) -> Iterator[Path]:
+    return parts.glob("[0-9]*.parquet")
+
+
+def _clear(parts: Path) -> None:
+    """Killed in the middle it leaves fewer parts of the same job, never parts that nobody knows."""
+    for part in _parts(parts):
+        part.unlink()
+    _manifest(parts).unlink(missing_ok=True)
+
+
+def _leave(parts: Path) -> None:
+    """Removes the folder where nothing is left to go on with."""
+    if not _manifest(parts).exists() and not any(_parts(parts)):
+        (parts / "lock").unlink()
+        with suppress(OSError):  # what is not ours stays
+            parts.rmdir()
 
 
 def write_part(job: Job, chunk: int, table: pa.Table, scored: Sequence[ScoredRow]) -> None:
@@ -136,17 +160,19 @@ def write_part(job: Job, chunk: int, table: pa.Table, scored: Sequence[ScoredRow
     columns = {name: [getattr(row, name) for row in scored] for name in OUTPUT.names}
     for field, values in zip(OUTPUT, columns.values(), strict=True):
         table = table.append_column(field, pa.array(values, field.type))
-    _whole(job.part(chunk), lambda path: pq.write_table(table, path))
+    _whole(job.part(chunk), job.parts, lambda path: pq.write_table(table, path))
 
 
 def finish(job: Job) -> dict[str, int]:
-    """Puts all parts into the output, removes them, and counts the rows of each status."""
+    """Puts all parts into the output, removes them, and counts the rows of each status. The job must have begun."""
     counts: dict[str, int] = {}
 
     def write(path: Path) -> None:
         writer: pq.ParquetWriter | None = None
         for chunk in range(job.chunks):
-            table = pq.read_table(job.part(chunk))
+            # read_table would look for columns in the path (day=1/) and stumble over two of one name
+            with pq.ParquetFile(job.part(chunk)) as part:
+                table = part.read()
             for status in table["status"].to_pylist():
                 counts[status] = counts.get(status, 0) + 1
             writer = pq.ParquetWriter(path, table.schema) if writer is None else writer
@@ -154,22 +180,16 @@ def finish(job: Job) -> dict[str, int]:
         if writer is not None:
             writer.close()
         else:
-            pq.write_table(_empty(job), path)
+            pq.write_table(job.source.output_schema().empty_table(), path)
 
-    _whole(Path(job.output), write)
-    shutil.rmtree(job.parts)
+    _whole(Path(job.output), job.parts, write)
+    _clear(job.parts)
     return counts
 
 
-def _empty(job: Job) -> pa.Table:
-    schema = pq.read_schema(job.input)
-    for field in OUTPUT:
-        schema = schema.append(field)
-    return schema.empty_table()
-
-
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
-    work = path.with_name(f".{path.name}.{os.getpid()}")
+def _whole(path: Path, folder: Path, write: Callable[[Path], object]) -> None:
+    """Written in the folder of parts, where what a killed run leaves is found again, and then put into its place."""
+    work = folder / f".{uuid4().hex}.tmp"
     try:
         write(work)
         work.replace(path)

@@ -9,23 +9,31 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from scorer.bulk.parts import Job
+    from scorer.bulk.rows import Options
+    from scorer.bulk.source import Source
 
 
-def job_of(args: argparse.Namespace, rows: int, size: int, scorer: str) -> Job:
+def source_of(args: argparse.Namespace) -> Source:
+    """The input, before a model is loaded. Raises ConfigError where it, or the output, is none that will do."""
+    from scorer.bulk.parts import check_output
+    from scorer.bulk.source import describe
+
+    check_output(args.output, args.restart, args.overwrite)
+    return describe(args.input, args.query_column, args.document_column)
+
+
+def job_of(args: argparse.Namespace, source: Source, scorer: str) -> Job:
     """The job that the arguments ask for."""
     from scorer.bulk.parts import Job
 
-    return Job(
-        input=args.input,
-        output=args.output,
-        query=args.query_column,
-        document=args.document_column,
-        chunk_rows=args.chunk_rows,
-        rows=rows,
-        input_bytes=size,
-        scorer=scorer,
-        max_tokens_per_document=args.max_tokens_per_document,
-    )
+    return Job(source, args.output, args.chunk_rows, scorer, args.max_tokens_per_document)
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """Of each request."""
+    from scorer.bulk.rows import Options
+
+    return Options(concurrency=args.concurrency, max_tokens_per_document=args.max_tokens_per_document)
 
 
 def rows_left(chunk_rows: int, rows: int, pending: Sequence[int]) -> int:

@@ -44,7 +44,7 @@ class Recording(pb_grpc.ScorerServiceServicer):
         return response
 
     def GetModelInfo(self, request, context):  # noqa: N802
-        return pb.GetModelInfoResponse(model="m")
+        return pb.GetModelInfoResponse(model="m", fingerprint="f" if request.fingerprint else "")
 
 
 @contextmanager
@@ -151,7 +151,8 @@ def test_scores_and_model_info(flavour):
         request = pb.ScoreRequest(raw_text="prefix", documents=[pb.Document(raw_text="item")])
         call(target, flavour, "score_request", request)
         assert servicer.requests[1] == request
-        assert call(target, flavour, "model_info").model == "m"
+        assert call(target, flavour, "model_info") == pb.GetModelInfoResponse(model="m")
+        assert call(target, flavour, "model_info", fingerprint=True).fingerprint == "f"
 
 
 @both

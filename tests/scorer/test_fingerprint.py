@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from attention.kv_pages import KvPages
 from scorer.config import Config
 from scorer.errors import ModelError
-from scorer.fingerprint import BLOCK_BYTES, checkpoint_of, fingerprint
+from scorer.fingerprint import BLOCK_BYTES, Checkpoint, checkpoint_of, fingerprint
 from scorer.kv_setup import make_tiers
+from scorer.runtime import Runtime
 from tests.cases.live import PROFILE, TOLERANCE, live
 from tests.models import tiny
 from tests.scorer.test_kv_tiers import patient
@@ -191,3 +193,71 @@ def test_a_fine_tune_of_few_bytes_never_scores_with_its_bases_kept_prefixes(tune
                 server.runtime.tiers.flush()
     assert found[0] == found[2] == 0
     assert found[1] > 0, "the first request after a restart finds its own"
+
+
+def test_files_that_are_others_than_were_loaded_are_not_taken_for_them(large, tmp_path, caplog):
+    copy = Path(shutil.copytree(large, tmp_path / "copy"))
+    loaded = Checkpoint(str(copy))
+    assert loaded.digest() == checkpoint_of(str(large))
+    changed(copy / "model-2.safetensors", 5)
+    assert loaded.digest() == checkpoint_of(str(large)), "what was read stays told"
+    unread = Checkpoint(str(copy))
+    changed(copy / "model-2.safetensors", 5)
+    own = unread.digest()
+    assert own not in (checkpoint_of(str(large)), Checkpoint(str(copy)).digest())
+    assert own == unread.digest()
+    assert "not what was loaded" in caplog.text
+
+
+def test_files_that_are_gone_have_a_fingerprint_of_the_process_own(tmp_path):
+    gone = [Checkpoint(str(tmp_path / "none")).digest() for _ in range(2)]
+    assert gone[0] != gone[1]
+
+
+def test_files_that_had_to_be_fetched_are_looked_at_when_they_are_there(large, tmp_path):
+    fetched = Checkpoint(str(tmp_path / "copy"))
+    shutil.copytree(large, tmp_path / "copy")
+    fetched.look()
+    assert fetched.digest() == checkpoint_of(str(large))
+
+
+def served(directory, **settings):
+    """The fingerprint that a service over this checkpoint tells."""
+    runtime = Runtime.load(Config.read({"model": str(directory), "profile": "instruct", **settings}, environ={}))
+    try:
+        return runtime.fingerprint()
+    finally:
+        runtime.close()
+
+
+def test_a_service_is_told_by_all_that_its_scores_depend_on(tmp_path):
+    model = tiny_model_dir(tmp_path / "model")
+    told = {"": served(model)}
+    assert served(shutil.copytree(model, tmp_path / "copied" / "elsewhere")) == told[""]
+    assert served(model, max_documents=7, cache_tokens=160, policy="threshold") == told[""], "these change no score"
+    told |= {f"{name}={value}": served(model, **{name: value}) for name, value in SETTINGS}
+    for name in ("weights", "tokenizer"):
+        other = Path(shutil.copytree(model, tmp_path / name / "model"))
+        OTHER[name](other)
+        told[name] = served(other)
+    assert len(set(told.values())) == len(told), told
+
+
+SETTINGS = (("dtype", "bfloat16"), ("max_context_tokens", 200), ("max_request_tokens", 3000))
+
+
+def _other_weights(directory):
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values())).view(torch.uint8).view(-1)[0] ^= 1
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _other_tokenizer(directory):
+    file = directory / "tokenizer.json"
+    told = json.loads(file.read_text())
+    told["model"]["merges"].pop()
+    file.write_text(json.dumps(told))
+
+
+OTHER = {"weights": _other_weights, "tokenizer": _other_tokenizer}

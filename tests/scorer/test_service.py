@@ -166,6 +166,9 @@ class FakeRuntime:
         self.beams, self.no_beams, self.constraints = None, "a fake searches no beams", {}
         self.closed = False
 
+    def fingerprint(self):
+        return f"fake {self.info.profile_revision}"
+
     def close(self):
         self.closed = True
 
@@ -387,9 +390,11 @@ def test_the_stages_do_not_overlap():
 def test_model_info():
     async def scenario():
         async with served(FakeRuntime()) as at:
-            return await at.client.model_info(), at.metrics
+            told = await at.client.model_info(fingerprint=True)
+            return await at.client.model_info(), told.fingerprint, at.metrics
 
-    info, metrics = asyncio.run(scenario())
+    info, fingerprint, metrics = asyncio.run(scenario())
+    assert (info.fingerprint, fingerprint) == ("", "fake abc123")
     assert (info.model, info.architecture, info.backend) == ("fake-model", "FakeForCausalLM", "torch")
     assert [(x.text, x.token_id, x.positive) for x in info.labels] == [("yes", 1, True), ("no", 2, False)]
     assert info.score_kind == pb.SCORE_KIND_LOG_ODDS

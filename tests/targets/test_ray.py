@@ -7,6 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from scorer.__main__ import main
+from scorer.bulk.parts import Job, begun
+from scorer.bulk.source import describe
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.target
@@ -33,3 +35,15 @@ def test_two_workers_give_the_scores_of_one_process(tmp_path, capsys):
     told = capsys.readouterr()
     assert told.out.count("60 OK") == 2
     assert "2 workers scored 6 chunks" in told.err
+
+
+def test_parts_of_another_checkpoint_are_refused_and_so_is_what_no_worker_can_score(tmp_path, capsys):
+    source, output = str(tmp_path / "in.parquet"), str(tmp_path / "out.parquet")
+    pq.write_table(pa.table({"query": ["q"], "document": ["d"]}), source)
+    model = [f"--model={tiny_model_dir(tmp_path / 'model')}", "--profile=instruct", "--threads=1", "--ray"]
+    assert main(["score-file", source, "-o", output, *model, "--max-tokens-per-document=100000"]) == 2
+    assert "--max-tokens-per-document: at most" in capsys.readouterr().err
+    with begun(Job(describe(source, "query", "document"), output, 20_000, "another", 0)):
+        pass
+    assert main(["score-file", source, "-o", output, *model]) == 2
+    assert "(scorer changed)" in capsys.readouterr().err

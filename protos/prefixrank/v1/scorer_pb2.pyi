@@ -1105,9 +1105,15 @@ global___BeamSearchResponse = BeamSearchResponse
 class GetModelInfoRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    fingerprint: builtins.bool
+    """Tell the fingerprint too. The first call that asks waits until the whole checkpoint is read."""
     def __init__(
         self,
+        *,
+        fingerprint: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint"]) -> None: ...
 
 global___GetModelInfoRequest = GetModelInfoRequest
 
@@ -1244,6 +1250,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     LISTWISE_FIELD_NUMBER: builtins.int
     CONSTRAINTS_FIELD_NUMBER: builtins.int
     MEMORY_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     """The architecture's class name in transformers."""
@@ -1261,6 +1268,10 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     vocabulary_size: builtins.int
     listwise: builtins.bool
     """Documents see those before them: scores depend on the list and its order. False for all but listwise profiles."""
+    fingerprint: builtins.str
+    """Only where asked for. Two services with the same one give a request the same scores but for rounding: it changes
+    with the checkpoint's bytes, the tokenizer, the profile, the precision, the token limits and the release.
+    """
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LabelInfo]: ...
     @property
@@ -1293,8 +1304,9 @@ class GetModelInfoResponse(google.protobuf.message.Message):
         listwise: builtins.bool = ...,
         constraints: collections.abc.Iterable[builtins.str] | None = ...,
         memory: global___Memory | None = ...,
+        fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits", "memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "constraints", b"constraints", "device", b"device", "dtype", b"dtype", "labels", b"labels", "limits", b"limits", "listwise", b"listwise", "memory", b"memory", "model", b"model", "profile", b"profile", "profile_revision", b"profile_revision", "profile_verified", b"profile_verified", "score_kind", b"score_kind", "strategies", b"strategies", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "constraints", b"constraints", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "labels", b"labels", "limits", b"limits", "listwise", b"listwise", "memory", b"memory", "model", b"model", "profile", b"profile", "profile_revision", b"profile_revision", "profile_verified", b"profile_verified", "score_kind", b"score_kind", "strategies", b"strategies", "version", b"version", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___GetModelInfoResponse = GetModelInfoResponse
