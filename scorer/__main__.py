@@ -146,15 +146,16 @@ def _serve(args: argparse.Namespace) -> int:
     if config.tensor_parallel > 1:
         from scorer.ranks import run
 
-        return _ended(run(config, serve))
+        return _ended(run(config, serve), at_once=True)
     return _ended(wakeful.run(serve(config), config.awake_seconds))
 
 
-def _ended(code: int) -> int:
+def _ended(code: int, at_once: bool = False) -> int:
     """Ends the process at once where a pass outlives the grace, as the interpreter would wait for its thread, and where
-    a model is still being loaded, as a compiler's threads would abort the process under it."""
+    a model is still being loaded, as a compiler's threads would abort the process under it. at_once: in any case, as
+    the end of a group of ranks waits for whatever has a part in it."""
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-    if any(not thread.daemon or thread.name == "load" for thread in others):
+    if at_once or any(not thread.daemon or thread.name == "load" for thread in others):
         logging.shutdown()
         os._exit(code)
     return code

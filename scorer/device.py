@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+INVARIANT_RANKS = 2  # a + b is b + a; a sum of three depends on its order, and that on the row's place in the pass
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Device:
@@ -68,7 +70,7 @@ def load_device(
     if model.context_note:
         log.warning("%s", model.context_note)
     check(model)
-    prepared = prepare(config, model, leads=group is None or not group.rank)
+    prepared = prepare(config, model, group)
     memory = plan_memory(config, model, None if prepared is None else prepared.needs, group)
     kept_pages = memory.cache_tokens // config.page_size
     of_beams = beam_pages(config, model)
@@ -99,6 +101,10 @@ def _join(config: Config, place: Place | None) -> Group | None:
         raise ConfigError("tensor_parallel: several GPUs are for prefixrank serve; score on its port")
     if config.kv_host_bytes or config.kv_file or config.kv_remote:
         raise ConfigError("tensor_parallel: the tiers below the cache hold the K/V of one GPU")
+    if config.invariant and config.tensor_parallel > INVARIANT_RANKS:
+        raise ConfigError(
+            f"tensor_parallel: invariant is for {INVARIANT_RANKS} GPUs at most: larger sums vary in order"
+        )
     cuda = config.device != "cpu" and torch.cuda.is_available()
     if cuda and (found := torch.cuda.device_count()) <= place.local:
         raise ConfigError(f"tensor_parallel {config.tensor_parallel}: this machine has {found} GPUs")

@@ -2,16 +2,17 @@
 
 A pass that runs operator by operator has the device thread to itself. A fast pass is only enqueued, by the caller: all
 of it is Python and launches that do not wait, and two threads that want the interpreter at once take turns of half a
-millisecond. Both enqueue on one stream, so whatever is enqueued later runs later.
+millisecond. Both enqueue on one stream, so whatever is enqueued later runs later. Where other ranks run the same
+passes, all are told and enqueued on the device thread: they run in the order in which they are told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -46,11 +47,14 @@ class Fast(Protocol):
     def scrub(self) -> None:
         """Removes what a pass may have left for later ones, after it met NaN."""
 
+    def close(self) -> None:
+        """Lets go of what it shares with other ranks. Nothing is submitted afterwards."""
+
 
 class Peers(Protocol):
     """Other ranks, each with a shard of the model. What changes their tensors is told before it is done here."""
 
-    def forward(self, batch: PackedBatch) -> None: ...
+    def forward(self, batch: PackedBatch, fast: bool) -> None: ...
 
     def scrub(self, first_page: int) -> None: ...
 
@@ -108,6 +112,8 @@ class Engine:
     async def _execute(self, batch: PackedBatch) -> Reads:
         try:
             return await self._computed(batch)
+        except DeviceGone:  # nothing runs behind it
+            raise
         except Exception:
             with suppress(Exception):  # the pass's own failure is what counts
                 await on_thread(self._thread, self._finish)
@@ -121,20 +127,39 @@ class Engine:
     async def _computed(self, batch: PackedBatch) -> Reads:
         if self._fast is None or not self._fast.takes(batch):
             return await on_thread(self._thread, self.run, batch)
-        wait = guarded(self._fast.submit, batch, self._page_size)
+        if self._peers is None:
+            wait = guarded(self._fast.submit, batch, self._page_size)
+        else:
+            wait = await on_thread(self._thread, self._submit, batch)
         reads = await on_thread(self._waiting, wait)
         return await on_thread(self._thread, self._healed, batch, reads) if self._bad(batch, reads) else reads
 
     def run(self, batch: PackedBatch) -> Reads:
         """One forward pass on the calling thread; where NaN may have spread, its items once more, each alone."""
-        fast = self._fast if self._fast is not None and self._fast.takes(batch) else None
-        reads = self._forward(batch) if fast is None else fast.submit(batch, self._page_size)()
+        reads = self._submit(batch)() if self._takes(batch) else self._forward(batch)
         return self._healed(batch, reads)
+
+    def _takes(self, batch: PackedBatch) -> bool:
+        return self._fast is not None and self._fast.takes(batch)
+
+    def _submit(self, batch: PackedBatch) -> Callable[[], Reads]:
+        """Enqueues a fast pass, here and on the other ranks; the answer waits for its reads."""
+        assert self._fast is not None, "it takes this pass"
+        if self._peers is None:
+            return self._fast.submit(batch, self._page_size)
+        with _in_step():
+            self._peers.forward(batch, fast=True)
+            wait = self._fast.submit(batch, self._page_size)
+
+        def waited() -> Reads:
+            with _in_step():
+                return wait()
+
+        return waited
 
     def _bad(self, batch: PackedBatch, reads: Reads) -> list[int]:
         """The items that NaN may have reached from others."""
-        fast = self._fast is not None and self._fast.takes(batch)
-        if (self.attention.isolates_nan and not fast) or len(batch.shares) == 1:
+        if (self.attention.isolates_nan and not self._takes(batch)) or len(batch.shares) == 1:
             return []
         if np.isfinite(reads.logits).all() and np.isfinite(reads.lse[batch.normalize]).all():
             return []
@@ -166,9 +191,20 @@ class Engine:
             self._peers.scrub(self._kept_pages)
         self.attention.scrub(self._kept_pages)
 
-    def shard(self, batch: PackedBatch) -> None:
-        """The part of a pass that falls to another rank than the first."""
-        self._hidden(batch, self._begin(batch))
+    def shard(self, batch: PackedBatch, fast: bool) -> None:
+        """The part of a pass that falls to another rank than the first, which says which way it is computed. A fast one
+        is only enqueued."""
+        if not fast:
+            self._hidden(batch, self._begin(batch))
+            return
+        assert self._fast is not None, "the ranks have a fast path all or none"
+        self._fast.submit(batch, self._page_size)
+
+    def scrub(self, first_page: int) -> None:
+        """On another rank than the first: removes whatever a pass that met NaN may have left for later ones."""
+        self.attention.scrub(first_page)
+        if self._fast is not None:
+            self._fast.scrub()
 
     def _begin(self, batch: PackedBatch) -> Attend:
         pages = Pages(self._page_size, self._kept_pages, batch.pages)
@@ -176,16 +212,11 @@ class Engine:
         return self.attention.begin(batch.layout, pages, plans)
 
     def _hidden(self, batch: PackedBatch, attend: Attend) -> Tensor:
-        """Hidden states of the read rows. Raises DeviceGone where a pass fails that other ranks are in: they wait for
-        sums that never come, or would take those of the next pass for them."""
-        try:
+        """Hidden states of the read rows. Raises DeviceGone where a pass fails that other ranks are in."""
+        with _in_step() if self._peers is not None else nullcontext():
             if self._peers is not None:
-                self._peers.forward(batch)
+                self._peers.forward(batch, fast=False)
             return self.model.forward(batch.input_ids, batch.position_ids, batch.read_rows, attend)
-        except Exception as error:
-            if self._peers is None:
-                raise
-            raise DeviceGone(f"a pass over several ranks failed: {type(error).__name__}: {error}") from error
 
     def _forward(self, batch: PackedBatch) -> Reads:
         started = time.perf_counter()
@@ -203,8 +234,20 @@ class Engine:
         """Waits for the pass that runs, then ends the thread, and the other ranks."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._waiting.shutdown(wait=True, cancel_futures=True)
+        if self._fast is not None:
+            self._fast.close()
         if self._peers is not None:
             self._peers.stop()
+
+
+@contextmanager
+def _in_step() -> Iterator[None]:
+    """Raises DeviceGone where a pass fails that other ranks are in: they wait for sums that never come, or would take
+    those of the next pass for them."""
+    try:
+        yield
+    except Exception as error:
+        raise DeviceGone(f"a pass over several ranks failed: {type(error).__name__}: {error}") from error
 
 
 def _finite(batch: PackedBatch, reads: Reads, number: int) -> bool:

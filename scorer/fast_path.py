@@ -143,7 +143,7 @@ class FastPath:
         self._paged = paged
         for tokens in reversed(self._buckets):
             for reads in sorted({tokens} if self._invariant else {few_reads(tokens), tokens}, reverse=True):
-                for split in {False, tokens <= self._split_tokens}:
+                for split in sorted({False, tokens <= self._split_tokens}):
                     self._capture(GraphKey(tokens, reads, paged, split))
         torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -185,6 +185,10 @@ class FastPath:
         for copies in self._cached:
             copies.zero_()
 
+    def close(self) -> None:
+        """Lets go of the graphs: NCCL does not end a group of ranks while there are graphs of its sums."""
+        self._graphs.clear()
+
     def _next_staging(self) -> Staging:
         self._staging.append(self._staging.pop(0))
         return self._staging[-1]
@@ -210,7 +214,7 @@ class FastPath:
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> None:
-        """An empty pass, run once to warm up and captured."""
+        """An empty pass, run once to warm up and captured; by every rank in the same order, as their sums meet."""
         parts, _ = places(key, self._cut)
         host = np.zeros(len(self._ints), np.int32)
         used = fill(_empty(), key, parts, self._cut, host)
@@ -221,7 +225,9 @@ class FastPath:
             self._run(views, key.paged, key.split)
         self._stream.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+        # NCCL has a thread that looks after its sums: what that asks the device must not spoil a capture.
+        strict = "thread_local" if self._fused.over_ranks else "global"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode=strict):
             results = self._run(views, key.paged, key.split)
             hidden, logits = self._hidden[: key.reads], self._logits[: key.reads]
             for kept, result in zip((hidden, logits), results, strict=True):

@@ -49,11 +49,11 @@ def obey(engine: Engine, group: Group) -> None:
     while True:
         order = group.told()
         if isinstance(order, Forward):
-            engine.shard(order.batch)
+            engine.shard(order.batch, order.fast)
         elif isinstance(order, Alone):
             engine.model.alone(order.ids, order.keep)
         elif isinstance(order, Scrub):
-            engine.attention.scrub(order.first_page)
+            engine.scrub(order.first_page)
         else:
             return
 

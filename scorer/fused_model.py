@@ -1,7 +1,9 @@
 """The hand-fused path of the Llama and Qwen family: the loaded model's own weights, fewer and wider operators.
 
 q, k and v are one matrix, gate and up another; norms take the residual along. The modules' weights become views of the
-fused ones, so nothing is held twice and the general path still runs.
+fused ones, so nothing is held twice and the general path still runs. Of a model that is shared out over ranks these are
+the local shards: each rank has some heads and some columns of the MLP, and what it adds to the residual is summed over
+all of them, where transformers' own plan sums it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from attention.plans import MaskKey
 from scorer.fused_ops import add_rms_norm, quantize, rms_norm, rotate, silu_mul, swiglu, swiglu_rows
@@ -25,6 +28,8 @@ PLAIN = (MaskKey(None, 0.0),)
 PROJECTIONS = ("qkv", "out", "gate_up", "down")
 # (layer, one of PROJECTIONS) -> whether it is computed in FP8
 InFp8 = Callable[[int, str], bool]
+# Sums a tensor over the ranks, in place: on each of them the result.
+Summed = Callable[[Tensor], None]
 # (layer, q [n, heads, head_dim], k and v [n, kv_heads, head_dim]) -> [n, heads, head_dim]
 FusedAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -75,15 +80,18 @@ def refusal(model: ScoringModel) -> str:
 class FusedModel:
     """Rows in, final hidden states out. Final.
 
-    heads, kv_heads, head_dim, scale, layers  of the model
+    heads, kv_heads, head_dim, scale, layers  of the model; of several ranks, each has its heads
+    over_ranks  whether it is one of several
     chunk_rows  that the wide middle of the MLP exists for at a time
     swiglu_rows  of a pass, from which on gate, up and their product are one kernel; None: never
     """
 
-    def __init__(self, model: ScoringModel, positions: int, fp8: InFp8 | bool = False) -> None:
+    def __init__(
+        self, model: ScoringModel, positions: int, fp8: InFp8 | bool = False, summed: Summed | None = None
+    ) -> None:
         """positions: the longest path that will be asked for. fp8: which projections are in FP8, True: the usual
         ones; weights by output channel, activations by row, as they come; embeddings, norms, attention and head stay
-        as they are. The model must have no `refusal`."""
+        as they are. summed: over the ranks, where the model is one's shard. The model must have no `refusal`."""
         assert not refusal(model), "a refused model has no fused path"
         assert model.head_shape is not None, "checked by refusal"
         self.heads, self.kv_heads, self.head_dim, self.scale, self.dtype = model.head_shape
@@ -98,6 +106,8 @@ class FusedModel:
         self.device = model.device
         self.chunk_rows = MLP_ROWS
         self.swiglu_rows = _swiglu_rows(self._layers)
+        self.over_ranks = summed is not None
+        self._summed: Summed = summed or _whole
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, reads: Tensor | None, attend: FusedAttend) -> Tensor:
@@ -113,10 +123,14 @@ class FusedModel:
             attended = self._attention(number, layer, y, positions, reads if last else None, attend)
             if last and reads is not None:
                 x = x.index_select(0, reads)
+            self._summed(attended)
             y = add_rms_norm(x, attended, layer.before_mlp, self._eps, layer.gate_up.quantized)
             del attended  # memory of the rows' width that the MLP may have
             after, quantized = (self._norm, False) if last else self._into(number + 1)
-            y = add_rms_norm(x, self._mlp(layer, y), after, self._eps, quantized)
+            added = self._mlp(layer, y)
+            self._summed(added)
+            y = add_rms_norm(x, added, after, self._eps, quantized)
+            del added
         return cast(Tensor, y)
 
     def _into(self, number: int) -> tuple[Tensor, bool]:
@@ -203,21 +217,24 @@ def _fuse(number: int, layer: Any, fp8: InFp8) -> FusedLayer:
     )
 
 
+def _whole(tensor: Tensor) -> None:
+    """One process has all of the model: nothing is to be added."""
+
+
 class PlainLinear:
-    """A weight matrix as the model has it."""
+    """A weight matrix as the model has it. The module itself is not called: transformers has some sum over the ranks.
+
+    weight  [out, in]
+    """
 
     quantized = False
 
     def __init__(self, linear: nn.Linear) -> None:
-        self._linear = linear
-
-    @property
-    def weight(self) -> Tensor:
-        """[out, in]"""
-        return self._linear.weight
+        self.weight: Tensor = linear.weight
+        self._bias = linear.bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self._linear(x))
+        return functional.linear(x, self.weight, self._bias)
 
 
 class Fp8Linear:

@@ -28,9 +28,10 @@ IDLE = timedelta(days=365)  # how long a rank may wait to be told something
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """Run this pass."""
+    """Run this pass. fast: by the hand-fused path; else by the model's own modules."""
 
     batch: PackedBatch
+    fast: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,9 +81,9 @@ class Group:
         """Rank 0 says what all do next."""
         self._broadcast(order)
 
-    def forward(self, batch: PackedBatch) -> None:
-        """Rank 0 is about to run this pass."""
-        self.tell(Forward(batch))
+    def forward(self, batch: PackedBatch, fast: bool) -> None:
+        """Rank 0 is about to run this pass, by the hand-fused path or by the model's own modules."""
+        self.tell(Forward(batch, fast))
 
     def alone(self, ids: Ints, keep: int) -> None:
         """Rank 0 is about to run this sequence through transformers' own forward."""
@@ -113,6 +114,16 @@ class Group:
         number = torch.tensor(value, dtype=torch.int64)
         dist.all_reduce(number, dist.ReduceOp.MIN, self._orders)
         return int(number)
+
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, self._orders)
+        return values
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sums it over all ranks, in place, behind what the stream does before. All of them must call it."""
+        dist.all_reduce(tensor)
 
     def leave(self) -> None:
         """Ends this rank's part, after Stop."""

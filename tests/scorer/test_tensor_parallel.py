@@ -1,10 +1,12 @@
 """One model over two processes: the same scores as from one, and no process that outlives or awaits a lost one."""
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
@@ -14,13 +16,16 @@ import psutil
 import pytest
 from transformers import CONFIG_MAPPING, LlamaForCausalLM
 
+from attention.plans import Strategy
 from batching.errors import DeviceGone
 from batching.packing import Group, pack
+from batching.types import Reads
 from scorer.client import ScorerClient, ScorerError
 from scorer.config import Config, torchrun_place
 from scorer.device import load_device
 from scorer.errors import ConfigError, ModelError
 from scorer.follower import obey
+from scorer.hand_fused import prepare
 from scorer.parallel import Alone, Forward, Scrub, Stop
 from scorer.place import Place, given_place, order, read_order
 from scorer.profile import record_golden
@@ -196,6 +201,8 @@ def test_several_gpus_are_for_serve(tmp_path):
         Runtime.load(config(tmp_path, tensor_parallel=2))
     with pytest.raises(ConfigError, match="the tiers below the cache hold the K/V of one GPU"):
         load_device(config(tmp_path, tensor_parallel=2, kv_host_bytes=1000), Place(0, 2, 0, "tcp://127.0.0.1:1"))
+    with pytest.raises(ConfigError, match="invariant is for 2 GPUs at most"):
+        load_device(config(tmp_path, tensor_parallel=3, invariant=True), Place(0, 3, 0, "tcp://127.0.0.1:1"))
 
 
 def test_places():
@@ -223,8 +230,8 @@ class Told:
     def __init__(self):
         self.orders = []
 
-    def forward(self, batch):
-        self.orders.append(Forward(batch))
+    def forward(self, batch, fast):
+        self.orders.append(Forward(batch, fast))
 
     def scrub(self, first_page):
         self.orders.append(Scrub(first_page))
@@ -239,9 +246,50 @@ class Told:
         return self.orders.pop(0)
 
 
-def batch_of(strategy="multi_item"):
-    asked = request(np.random.default_rng(0), 20, [5, 9])
+def batch_of(strategy=Strategy.MULTI_ITEM, seed=0):
+    asked = request(np.random.default_rng(seed), 20, [5, 9])
     return pack([Group(asked, (0, 1), (strategy,) * 2)])
+
+
+class Fast:
+    """A fast path that writes down, beside what the ranks are told, what it does; its passes are of NaN if told so."""
+
+    def __init__(self, log, spoiled=False, broken=""):
+        self.log, self.spoiled, self.broken = log, spoiled, broken
+
+    def takes(self, batch):
+        return all(strategy is Strategy.FUSED for strategy in batch.leaf_strategies)
+
+    def submit(self, batch, page_size):
+        self.log.append(("submit", threading.current_thread().name, batch))
+        if self.broken == "submit":
+            raise RuntimeError("misaligned address")
+
+        def wait():
+            if self.broken == "wait":
+                raise RuntimeError("unspecified launch failure")
+            value = np.nan if self.spoiled else 1.0
+            return Reads(
+                np.full(len(batch.read_ids), value, np.float32), np.zeros(len(batch.read_rows), np.float32), 0, 0
+            )
+
+        return wait
+
+    def scrub(self):
+        self.log.append("fast scrub")
+
+    def close(self):
+        self.log.append("fast closed")
+
+
+class Logged(Told):
+    """Its orders in one list with what a fast path does."""
+
+    def forward(self, batch, fast):
+        self.orders.append(("told", threading.current_thread().name, batch) if fast else "told to run the modules")
+
+    def scrub(self, first_page):
+        self.orders.append("told to scrub")
 
 
 def test_a_follower_runs_what_it_is_told_until_stop():
@@ -274,6 +322,96 @@ def test_a_pass_that_fails_after_it_was_told_ends_the_device(monkeypatch):
     monkeypatch.setattr(made.model, "forward", broken)
     with pytest.raises(DeviceGone, match="over several ranks failed: RuntimeError: connection closed by peer"):
         made.run(batch_of())
+
+
+def test_fast_passes_are_told_and_submitted_on_one_thread_in_one_order():
+    peers, given = Logged(), [batch_of(Strategy.FUSED, seed) for seed in range(4)]
+    made = engine(tiny("qwen3"), peers=peers, fast=Fast(peers.orders))
+
+    async def all_at_once():
+        return await asyncio.gather(*map(made.execute, given))
+
+    assert all((reads.logits == 1).all() for reads in asyncio.run(all_at_once()))
+    assert [what for what, _, _ in peers.orders] == ["told", "submit"] * 4
+    assert {name for _, name, _ in peers.orders} == {"device_0"}
+    assert [batch for _, _, batch in peers.orders] == [batch for batch in given for _ in range(2)]
+    del peers.orders[:]
+    made.run(given[0])
+    assert [what for what, _, _ in peers.orders] == ["told", "submit"]
+
+
+def test_after_nan_the_ranks_run_each_document_by_the_modules_and_clean_up():
+    peers = Logged()
+    made = engine(tiny("qwen3"), peers=peers, fast=Fast(peers.orders, spoiled=True))
+    reads = asyncio.run(made.execute(batch_of(Strategy.FUSED)))
+    assert np.isfinite(reads.logits).all()
+    assert [order if isinstance(order, str) else order[0] for order in peers.orders] == [
+        "told",
+        "submit",
+        *["told to scrub", "told to run the modules"] * 2,
+        "told to scrub",
+        "fast scrub",
+    ]
+
+
+def test_the_graphs_are_let_go_before_the_ranks_part():
+    peers = Logged()
+    engine(tiny("qwen3"), peers=peers, fast=Fast(peers.orders)).close()
+    assert peers.orders == ["fast closed", Stop()]
+
+
+@pytest.mark.parametrize("run", ["run", "execute"])
+@pytest.mark.parametrize(("broken", "said"), [("submit", "misaligned address"), ("wait", "unspecified launch failure")])
+def test_a_fast_pass_that_fails_after_it_was_told_ends_the_device(broken, said, run):
+    peers = Logged()
+    made = engine(tiny("qwen3"), peers=peers, fast=Fast(peers.orders, broken=broken))
+    with pytest.raises(DeviceGone, match=f"over several ranks failed: RuntimeError: {said}"):
+        made.run(batch_of(Strategy.FUSED)) if run == "run" else asyncio.run(made.execute(batch_of(Strategy.FUSED)))
+
+
+def test_one_process_submits_fast_passes_where_they_are_asked_for_and_their_failures_are_their_own():
+    log = []
+    made = engine(tiny("qwen3"), fast=Fast(log, broken="submit"))
+    with pytest.raises(RuntimeError, match=r"^misaligned address$"):
+        asyncio.run(made.execute(batch_of(Strategy.FUSED)))
+    assert log[0][1] == "MainThread"
+
+
+def test_a_follower_computes_each_pass_the_way_it_is_told():
+    peers, log, batch = Told(), [], batch_of(Strategy.FUSED)
+    peers.forward(batch, fast=True)
+    peers.forward(batch, fast=False)
+    peers.scrub(3)
+    peers.forward(batch, fast=True)
+    peers.stop()
+    other = engine(tiny("qwen3"), fast=Fast(log))
+    seen, forward = [], other.model.forward
+    other.model.forward = lambda *given: seen.append(len(log)) or forward(*given)
+    try:
+        obey(other, peers)
+    finally:
+        del other.model.forward
+    assert seen == [1], "by the modules after one fast pass"
+    assert [entry if isinstance(entry, str) else entry[0] for entry in log] == ["submit", "fast scrub", "submit"]
+
+
+class Apart:
+    """Ranks of which the other says something else."""
+
+    rank = 1
+
+    def __init__(self, other):
+        self.other = other
+
+    def gathered(self, value):
+        return [self.other, value]
+
+
+def test_ranks_have_the_hand_fused_path_all_or_none():
+    reason = "it runs on an NVIDIA GPU"
+    assert prepare(Config(tensor_parallel=2), tiny("qwen3"), Apart(reason)) is None
+    with pytest.raises(ModelError, match=f"rank 1 has no hand-fused path and others have: {reason}"):
+        prepare(Config(tensor_parallel=2), tiny("qwen3"), Apart(""))
 
 
 def test_a_plan_that_fails_is_told_to_nobody():
