@@ -81,6 +81,8 @@ def by_transformers(model, prompt, options, sequences=None):
 
     soft_capped = any(key.soft_cap for key in model.mask_keys)
     hf.set_attn_implementation("eager" if soft_capped else "sdpa")
+    own = hf.generation_config.eos_token_id  # takes the place of an eos_token_id of None
+    hf.generation_config.eos_token_id = None
     try:
         out = hf.generate(
             input_ids=torch.from_numpy(prompt.astype(np.int64))[None],
@@ -99,6 +101,7 @@ def by_transformers(model, prompt, options, sequences=None):
             prefix_allowed_tokens_fn=allowed,
         )
     finally:
+        hf.generation_config.eos_token_id = own
         hf.set_attn_implementation(ATTENTION_NAME)
     found = []
     for row, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
