@@ -180,7 +180,8 @@ class BeamState:
         penalty, length = self.options.length_penalty, self.length
         if self.options.early_stopping is EarlyStopping.NEVER and penalty > 0:
             length = self.options.max_new_tokens
-        return float(self.scores[0]) / length**penalty > self.finished[-1].score
+        best = float(self.scores[0]) / length**penalty
+        return bool(best > self.finished[-1].score)
 
 
 class Ancestry:

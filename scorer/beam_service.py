@@ -14,7 +14,8 @@ from batching.scheduler import Asked
 from batching.trie import Trie
 from batching.types import Ints
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer.beam import MAX_BEAMS, BeamRequest, BeamResult
+from scorer.beam import MAX_BEAMS
+from scorer.beam_run import BeamRequest, BeamResult
 from scorer.errors import Unsupported
 from scorer.profile import QUERY
 from scorer.tokenized import PRIORITIES

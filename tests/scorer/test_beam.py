@@ -21,8 +21,9 @@ from batching.prefix_cache import PrefixCache
 from batching.select import Threshold
 from batching.trie import Trie
 from batching.types import Item, TokenizedRequest
-from scorer.beam import BeamRequest, BeamSearcher
+from scorer.beam import BeamSearcher
 from scorer.beam_pages import BeamPages
+from scorer.beam_run import BeamRequest
 from scorer.beam_steps import ModelSteps
 from scorer.beam_top import CHUNK, top_candidates
 from scorer.engine import Engine
