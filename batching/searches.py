@@ -183,7 +183,7 @@ class Searches:
         for search in self._under_way:
             if search.ticket.tenant != tenant:
                 others += search.ticket.seconds
-            elif self._rank(search, now) < rank:
+            elif self._rank(search, now) <= rank:
                 mine += search.ticket.seconds
         mine += new.ticket.seconds
         share = self._share(tenant, {search.ticket.tenant for search in self._under_way})

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from batching.beams import BeamOptions
+from batching.scheduler import CLASS_RESERVE
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer.beam import MAX_BEAMS
+from scorer.beam import MAX_BEAMS, MAX_SEARCHES
 from scorer.client import AsyncScorerClient, ScorerError
 from scorer.config import Config
 from scorer.embedded import embedded_model
@@ -228,6 +229,37 @@ def test_a_caller_who_leaves_ends_a_search(server):
 
     server.runner.run(leave())
     assert pages_in_use(server.runtime.batcher) == 0
+
+
+def test_tenants_and_priorities_share_the_service(server):
+    """A flood of long searches leaves room to others, who do not wait for its end."""
+
+    def long(priority):
+        return asked(num_beams=2, max_new_tokens=300, ignore_eos=True, tenant="flood", priority=priority)
+
+    async def scenario():
+        client, beams = server.at.client, server.runtime.beams
+        flood = [asyncio.ensure_future(client.beam_search(long(pb.PRIORITY_LOW), 3600.0)) for _ in range(MAX_SEARCHES)]
+        most = MAX_SEARCHES - int(MAX_SEARCHES * CLASS_RESERVE[-1])
+        while sum(call.done() for call in flood) < MAX_SEARCHES - most:
+            await asyncio.sleep(0.001)
+        refused = [call.exception() for call in flood if call.done()]
+        found = await client.beam_search(asked(tenant="other", priority=pb.PRIORITY_HIGH))
+        under_way = beams.under_way
+        for call in flood:
+            call.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        while beams.under_way:
+            await asyncio.sleep(0.001)
+        return refused, found, under_way, most
+
+    before = server.metric("admission_refusals_total", reason="tenant_share")
+    refused, found, under_way, most = server.runner.run(scenario())
+    assert under_way == most, "none of the flood has ended"
+    assert len(found.sequences) == 4
+    assert {error.code for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert "beam searches of this tenant are under way" in refused[0].message
+    assert server.metric("admission_refusals_total", reason="tenant_share") == before + len(refused)
 
 
 def test_a_service_without_room_for_beams_says_so(model_dir, tmp_path):
