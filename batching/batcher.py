@@ -149,6 +149,11 @@ class Batcher:
         return sum(ticket.work.tokens for ticket in self._jobs)
 
     @property
+    def shares(self) -> FairShares:
+        """The tenants' shares of the device."""
+        return self._scheduler.shares
+
+    @property
     def unanswered(self) -> int:
         """Accepted requests that have no answer yet. Any thread may ask."""
         return len(self._jobs)

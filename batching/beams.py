@@ -46,7 +46,8 @@ ENDED = tuple(Ended)
 
 @dataclass(frozen=True, slots=True)
 class BeamOptions:
-    """length_penalty: a sequence's score is the sum of its log-probabilities over its length to this power."""
+    """length_penalty: a sequence's score is the sum of its log-probabilities over its length to this power, in float64,
+    which holds what float32 does not: 256 ** 16."""
 
     num_beams: int
     max_new_tokens: int
@@ -149,7 +150,7 @@ class BeamState:
         ends = np.flatnonzero(ended[: self.options.num_beams])
         if not len(ends):
             return
-        scores = totals[ends] / np.float32(length**self.options.length_penalty)
+        scores = totals[ends].astype(np.float64) / length**self.options.length_penalty
         tokens, log_probs = self._continued(best.take(ends))
         rows = (zip(*tokens.T.tolist(), strict=True), zip(*log_probs.T.tolist(), strict=True), scores.tolist())
         self.finished += map(Hypothesis, *rows, [ENDED[why - 1] for why in ended[ends].tolist()])
@@ -179,7 +180,8 @@ class BeamState:
         penalty, length = self.options.length_penalty, self.length
         if self.options.early_stopping is EarlyStopping.NEVER and penalty > 0:
             length = self.options.max_new_tokens
-        return bool(self.scores[0] / np.float32(length**penalty) > np.float32(self.finished[-1].score))
+        best = float(self.scores[0]) / length**penalty
+        return bool(best > self.finished[-1].score)
 
 
 class Ancestry:

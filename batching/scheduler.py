@@ -115,6 +115,11 @@ def by_due(ticket: Ticket, now: float) -> tuple[float, ...]:
     return (float(ticket.hopeless(now)), math.floor(turn / TIE_SECONDS), ticket.seconds, ticket.submitted)
 
 
+def due_at(fair: float, deadline: float | None) -> float:
+    """By when a request should be done that would fairly be done then."""
+    return fair + PATIENCE if deadline is None else min(deadline, fair + DISTANT)
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """pass_tokens: of one pass; queue_tokens: waiting, beyond which callers are refused."""
@@ -156,7 +161,7 @@ class Scheduler:
         self.shares.asked(new.tenant, new.seconds, now)
         begin = self._begin(new, share, now)
         fair = begin + new.seconds * STRETCH / share
-        new.due = fair + PATIENCE if new.deadline is None else min(new.deadline, fair + DISTANT)
+        new.due = due_at(fair, new.deadline)
         if queue or free_at > now:
             self._check_tokens(new, queue, share)
             if self.pass_time.known:

@@ -34,18 +34,19 @@ class FairShares:
     def share(self, tenant: str, now: float) -> float:
         """The part of the device, 0..1, that this tenant may have while the others get theirs."""
         self._forget(now)
-        left, mine = 1.0, self._weight(tenant)
+        left, mine = 1.0, self.weight(tenant)
         others = {name: demand for name, demand in self._demand.items() if name != tenant and demand > FORGOTTEN}
-        total = mine + sum(map(self._weight, others))
-        for name in sorted(others, key=lambda other: others[other] / self._weight(other)):
-            weight = self._weight(name)
+        total = mine + sum(map(self.weight, others))
+        for name in sorted(others, key=lambda other: others[other] / self.weight(other)):
+            weight = self.weight(name)
             if others[name] / weight > left / total:
                 break  # this one and all that follow want more than their share
             left -= others[name]
             total -= weight
         return left * mine / total
 
-    def _weight(self, tenant: str) -> float:
+    def weight(self, tenant: str) -> float:
+        """How much of the device a tenant may have, beside the others'."""
         return self._weights.get(tenant, 1.0)
 
     def _forget(self, now: float) -> None:

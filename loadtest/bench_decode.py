@@ -201,7 +201,7 @@ def time_step(steps: FastBeams, pages: int, point: DecodePoint) -> float:
 async def time_searches(rig: Rig, shape: tuple[int, int, int], cached: bool) -> list[float]:
     """Seconds of whole searches, each over a prompt of its own, which may be in the cache already."""
     from batching.beams import BeamOptions
-    from scorer.beam import BeamRequest
+    from scorer.beam_run import BeamRequest
 
     prompt, beams, new = shape
     batcher, searcher = rig.searcher()

@@ -19,8 +19,9 @@ from loadtest.sim_device import DeviceTime, SimDevice
 from loadtest.sim_result import Outcome, Result
 from loadtest.traces import Call, Profile, calls, request_of
 from loadtest.virtual_time import run
-from scorer.beam import TURN_SECONDS, BeamRequest, BeamSearcher
+from scorer.beam import TURN_SECONDS, BeamSearcher
 from scorer.beam_pages import BeamPages
+from scorer.beam_run import BeamRequest
 from scorer.beam_steps import BeamStep, Stepped
 
 T = TypeVar("T")

@@ -14,7 +14,8 @@ from batching.scheduler import Asked
 from batching.trie import Trie
 from batching.types import Ints
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer.beam import MAX_BEAMS, BeamRequest, BeamResult
+from scorer.beam import MAX_BEAMS
+from scorer.beam_run import BeamRequest, BeamResult
 from scorer.errors import Unsupported
 from scorer.profile import QUERY
 from scorer.tokenized import PRIORITIES
@@ -23,7 +24,7 @@ from scorer.validation import Violations
 if TYPE_CHECKING:
     from scorer.runtime import Runtime
 
-MAX_LENGTH_PENALTY = 16.0  # either way: lengths to this power are still numbers
+MAX_LENGTH_PENALTY = 16.0  # either way: any length to this power is far within float64, in which scores are
 MAX_EOS = 16
 STOPPING = {
     pb.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
@@ -115,7 +116,7 @@ def _options(runtime: Runtime, request: pb.BeamSearchRequest, bad: Violations) -
 def _eos_ids(runtime: Runtime, request: pb.BeamSearchRequest, bad: Violations) -> tuple[int, ...]:
     given, size = tuple(dict.fromkeys(request.eos_token_ids)), runtime.limits.vocabulary_size
     if given and request.ignore_eos:
-        bad.add("eos_token_ids", "absent where ignore_eos is set", len(given))
+        bad.add("eos_token_ids", "absent where ignore_eos is set", list(given))
     if len(given) > MAX_EOS:
         bad.add("eos_token_ids", f"at most {MAX_EOS}", len(given))
     if given and max(given) >= size:
@@ -161,8 +162,11 @@ def _checked(sequences: Sequence[Sequence[int]], field: str, size: int, bad: Vio
         bad.add(field, "at least one sequence", 0)
         return None
     for number, sequence in enumerate(sequences):
-        if not sequence or max(sequence) >= size:
-            bad.add(f"{field}[{number}]", f"at least one token, each below the vocabulary size {size}", len(sequence))
+        if not sequence:
+            bad.add(f"{field}[{number}]", "at least one token", 0)
+            return None
+        if (highest := max(sequence)) >= size:
+            bad.add(f"{field}[{number}]", f"below the vocabulary size {size}", highest)
             return None
     return Trie.of(sequences)
 

@@ -53,7 +53,7 @@ class Labels:
             bad.add(field, "absent: the checkpoint's head has classes of its own")
             return ()
         if texts and ids:
-            bad.add(field, "absent where options.label_token_ids are given", len(texts))
+            bad.add(field, "absent where options.label_token_ids are given", list(texts))
             return ()
         if len(texts or ids) > 2:
             bad.add(field, "one or two", len(texts or ids))

@@ -1,6 +1,7 @@
 """Beam search over arrays, with a toy model that is a table: what it finds is held against trying every sequence."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,20 @@ def test_early_stopping_ends_a_search_as_soon_as_it_may():
     assert steps[EarlyStopping.FULL] <= steps[EarlyStopping.HEURISTIC] <= steps[EarlyStopping.NEVER] == 12
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rule", EarlyStopping)
+@pytest.mark.parametrize("penalty", [-16.0, 16.0])
+def test_the_steepest_penalties_still_tell_sequences_apart(penalty, rule):
+    """400 ** 16 is beyond float32."""
+    model = table(9, seed=4)
+    options = BeamOptions(3, 400, penalty, rule, (EOS,))
+    ranks = run(options, model)[0].finished + run(replace(options, eos_ids=()), model)[0].finished
+    assert max(len(h.tokens) for h in ranks) == 400
+    for h in ranks:
+        assert h.score == pytest.approx(sum(h.log_probs) / len(h.tokens) ** penalty, rel=1e-5)
+    assert len({h.score for h in ranks}) == len(ranks)
+
+
 def test_without_eos_every_sequence_has_full_length():
     state, steps = run(BeamOptions(3, 4), table(9, seed=3))
     assert steps == 4
@@ -147,7 +162,7 @@ def searched(options, model, allowed=None):
             else:
                 continue
             if place < width:
-                finished.append((tokens, logs, float(score / np.float32(steps**options.length_penalty)), why))
+                finished.append((tokens, logs, float(score) / steps**options.length_penalty, why))
         finished = sorted(finished, key=lambda each: -each[2])[:width]
         running = goes_on
         if not running or over(options, running[0][2], steps, [score for _, _, score, _ in finished]):
@@ -162,7 +177,7 @@ def over(options, best, length, finished):
         return True
     if options.early_stopping is EarlyStopping.NEVER and options.length_penalty > 0:
         length = options.max_new_tokens
-    return not best / np.float32(length**options.length_penalty) > np.float32(finished[-1])
+    return not float(best) / length**options.length_penalty > finished[-1]
 
 
 @st.composite

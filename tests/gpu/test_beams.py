@@ -30,8 +30,9 @@ from batching.prefix_cache import PrefixCache  # noqa: E402
 from batching.select import Replayed  # noqa: E402
 from batching.trie import Trie  # noqa: E402
 from loadtest.shapes import SIZES, random_model  # noqa: E402
-from scorer.beam import BeamRequest, BeamSearcher  # noqa: E402
+from scorer.beam import BeamSearcher  # noqa: E402
 from scorer.beam_pages import BeamPages  # noqa: E402
+from scorer.beam_run import BeamRequest  # noqa: E402
 from scorer.beam_steps import BeamStep, ModelSteps  # noqa: E402
 from scorer.engine import Engine  # noqa: E402
 from scorer.fast_beams import FastBeams  # noqa: E402

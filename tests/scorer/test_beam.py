@@ -18,11 +18,13 @@ from batching.beams import BeamOptions, EarlyStopping, Ended
 from batching.errors import DeviceFailed, Expired, QueueFull
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
+from batching.scheduler import Asked
 from batching.select import Threshold
 from batching.trie import Trie
 from batching.types import Item, TokenizedRequest
-from scorer.beam import BeamRequest, BeamSearcher
+from scorer.beam import BeamSearcher
 from scorer.beam_pages import BeamPages
+from scorer.beam_run import BeamRequest
 from scorer.beam_steps import ModelSteps
 from scorer.beam_top import CHUNK, top_candidates
 from scorer.engine import Engine
@@ -81,6 +83,8 @@ def by_transformers(model, prompt, options, sequences=None):
 
     soft_capped = any(key.soft_cap for key in model.mask_keys)
     hf.set_attn_implementation("eager" if soft_capped else "sdpa")
+    own = hf.generation_config.eos_token_id  # takes the place of an eos_token_id of None
+    hf.generation_config.eos_token_id = None
     try:
         out = hf.generate(
             input_ids=torch.from_numpy(prompt.astype(np.int64))[None],
@@ -99,6 +103,7 @@ def by_transformers(model, prompt, options, sequences=None):
             prefix_allowed_tokens_fn=allowed,
         )
     finally:
+        hf.generation_config.eos_token_id = own
         hf.set_attn_implementation(ATTENTION_NAME)
     found = []
     for row, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
@@ -276,6 +281,55 @@ def test_a_deadline_and_a_caller_who_leaves_free_everything():
             return await made.search(BeamRequest(prompt, options()))
 
     agree(asyncio.run(run()).hypotheses, by_transformers(model, prompt, options()))
+
+
+def test_a_small_search_of_a_higher_class_waits_for_no_long_one():
+    """Ten long ones, each with half of the pages, of another tenant and of its own."""
+    model = tiny("llama")
+    long, small = options(num_beams=2, max_new_tokens=160, eos_ids=()), options(num_beams=2, max_new_tokens=3)
+
+    async def run():
+        async with searcher(model) as (made, _):
+            for tenant in ("flood", "other"):
+                low = BeamRequest(prompt_of(20), long, asked=Asked("flood", -1))
+                flood = [asyncio.create_task(made.search(low)) for _ in range(10)]
+                while not made._held:
+                    await asyncio.sleep(0)
+                found = await made.search(BeamRequest(prompt_of(40), small, asked=Asked(tenant, 1)))
+                assert not any(task.done() for task in flood)
+                for task in flood:
+                    task.cancel()
+                await asyncio.gather(*flood, return_exceptions=True)
+            return found
+
+    agree(asyncio.run(run()).hypotheses, by_transformers(model, prompt_of(40), small))
+
+
+def test_callers_who_leave_anywhere_free_everything_and_hold_up_nobody():
+    """While they wait for pages, for a turn, in it, or just as they were given either."""
+    model, rng = tiny("llama"), np.random.default_rng(0)
+
+    async def run():
+        async with searcher(model, beam_pages=8) as (made, _):
+            made._turn_seconds = 0.0
+            for _ in range(30):
+                asked = [Asked(f"t{i % 2}", i % 3 - 1) for i in range(6)]
+                tasks = [
+                    asyncio.create_task(made.search(BeamRequest(prompt_of(1 + i * 9, i), options(), asked=who)))
+                    for i, who in enumerate(asked)
+                ]
+                for task in rng.permutation(tasks)[:4]:
+                    for _ in range(int(rng.integers(0, 40))):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+                assert sum(isinstance(end, asyncio.CancelledError) for end in ended) <= 4
+                assert not [end for end in ended if isinstance(end, Exception)]
+                assert (made.under_way, made._at_turn, made._held) == (0, 0, {})
+                assert made._pages._pool.free == 8
+            assert made._running is None
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 class Broken:

@@ -8,7 +8,7 @@ import pytest
 
 from batching.beams import BeamOptions
 from batching.errors import DeviceFailed
-from scorer.beam import BeamRequest
+from scorer.beam_run import BeamRequest
 from scorer.beam_steps import ModelSteps
 from tests.models import tiny
 from tests.scorer.test_beam import BEAM_PAGES, KEPT, prompt_of, search, searcher
@@ -60,7 +60,7 @@ def breaks(reads):
 async def under_way(made):
     """Until a search's first turn is over, though no pass has ended."""
     async with asyncio.timeout(30):
-        while not made._steps.submitted or made._turn.locked():
+        while not made._steps.submitted or made._running is not None:
             await asyncio.sleep(0.001)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from batching.beams import BeamOptions
+from batching.scheduler import CLASS_RESERVE
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer.beam import MAX_BEAMS
+from scorer.beam import MAX_BEAMS, MAX_SEARCHES
 from scorer.client import AsyncScorerClient, ScorerError
 from scorer.config import Config
 from scorer.embedded import embedded_model
@@ -137,7 +138,6 @@ def token_constraint(*sequences):
 
 
 LONG = pb.TokenIds(ids=[20] * 3700)
-BAD_IDS = "at least one token, each below the vocabulary size 512"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ BAD_IDS = "at least one token, each below the vocabulary size 512"
         ({"priority": 9}, "priority", "between 0 and 3, got 9"),
         ({"eos_token_ids": [600]}, "eos_token_ids", "below the vocabulary size 512, got 600"),
         ({"eos_token_ids": range(17)}, "eos_token_ids", "at most 16, got 17"),
-        ({"eos_token_ids": [1], "ignore_eos": True}, "eos_token_ids", "absent where ignore_eos is set, got 1"),
+        ({"eos_token_ids": [7, 8], "ignore_eos": True}, "eos_token_ids", "absent where ignore_eos is set, got [7, 8]"),
         ({"constraint": pb.Constraint()}, "constraint", "one of tokens, texts and name"),
         (
             {"constraint": pb.Constraint(name="no")},
@@ -171,8 +171,17 @@ BAD_IDS = "at least one token, each below the vocabulary size 512"
             "one that the service was started with (titles), got 'no'",
         ),
         ({"constraint": token_constraint()}, "constraint.tokens.sequences", "at least one sequence, got 0"),
-        ({"constraint": token_constraint([1], [])}, "constraint.tokens.sequences[1]", f"{BAD_IDS}, got 0"),
-        ({"constraint": token_constraint([512])}, "constraint.tokens.sequences[0]", f"{BAD_IDS}, got 1"),
+        ({"constraint": token_constraint([1], [])}, "constraint.tokens.sequences[1]", "at least one token, got 0"),
+        (
+            {"constraint": token_constraint([1], [2, 99999, 3])},
+            "constraint.tokens.sequences[1]",
+            "below the vocabulary size 512, got 99999",
+        ),
+        (
+            {"constraint": pb.Constraint(texts=pb.AllowedTexts(texts=["a", ""]))},
+            "constraint.texts.texts[1]",
+            "at least one token, got 0",
+        ),
         ({"token_ids": pb.TokenIds()}, "token_ids.ids", "not empty"),
         ({"raw_text": ""}, "raw_text", "not empty"),
     ],
@@ -220,6 +229,37 @@ def test_a_caller_who_leaves_ends_a_search(server):
 
     server.runner.run(leave())
     assert pages_in_use(server.runtime.batcher) == 0
+
+
+def test_tenants_and_priorities_share_the_service(server):
+    """A flood of long searches leaves room to others, who do not wait for its end."""
+
+    def long(priority):
+        return asked(num_beams=2, max_new_tokens=300, ignore_eos=True, tenant="flood", priority=priority)
+
+    async def scenario():
+        client, beams = server.at.client, server.runtime.beams
+        flood = [asyncio.ensure_future(client.beam_search(long(pb.PRIORITY_LOW), 3600.0)) for _ in range(MAX_SEARCHES)]
+        most = MAX_SEARCHES - int(MAX_SEARCHES * CLASS_RESERVE[-1])
+        while sum(call.done() for call in flood) < MAX_SEARCHES - most:
+            await asyncio.sleep(0.001)
+        refused = [call.exception() for call in flood if call.done()]
+        found = await client.beam_search(asked(tenant="other", priority=pb.PRIORITY_HIGH))
+        under_way = beams.under_way
+        for call in flood:
+            call.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        while beams.under_way:
+            await asyncio.sleep(0.001)
+        return refused, found, under_way, most
+
+    before = server.metric("admission_refusals_total", reason="tenant_share")
+    refused, found, under_way, most = server.runner.run(scenario())
+    assert under_way == most, "none of the flood has ended"
+    assert len(found.sequences) == 4
+    assert {error.code for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert "beam searches of this tenant are under way" in refused[0].message
+    assert server.metric("admission_refusals_total", reason="tenant_share") == before + len(refused)
 
 
 def test_a_service_without_room_for_beams_says_so(model_dir, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batching.beams import BeamOptions
-from scorer.beam import BeamRequest
+from scorer.beam_run import BeamRequest
 from scorer.beam_setup import make_steps
 from scorer.beam_steps import ModelSteps
 from tests.models import tiny

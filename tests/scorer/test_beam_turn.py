@@ -12,7 +12,7 @@ from batching.beams import BeamOptions, Candidates, EarlyStopping
 from batching.errors import DeviceFailed
 from batching.trie import Trie
 from batching.types import Item, TokenizedRequest
-from scorer.beam import BeamRequest
+from scorer.beam_run import BeamRequest
 from scorer.beam_steps import BeamStep, Following, ModelSteps, Stepped
 from scorer.beam_turn import Turn
 from tests.models import tiny
