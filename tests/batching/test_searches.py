@@ -115,6 +115,17 @@ def test_tenants_get_their_shares_however_many_searches_and_classes_they_use(wei
     assert abs(world.got["a"] - part * 400 / TURN) <= leads
 
 
+@pytest.mark.parametrize(("high", "low"), [("a", "b"), ("a", "a")])
+def test_a_class_has_its_lead_once(high, low):
+    first, second = search(100_000, high, HIGH), search(100_000, low, LOW)
+    world = World(searches())
+    world.run(first, second, until=9.0)
+    assert second.taken == 0 < first.taken
+    world.run(until=80.0)
+    ahead = 2 * PRIORITY_SECONDS / TURN  # of one tenant's own classes each counts for both
+    assert first.taken - second.taken == pytest.approx(ahead if high != low else ahead / 2, abs=2)
+
+
 def test_a_long_search_of_the_lowest_class_is_not_starved():
     """Two tenants ask for all of the device, in short searches of the highest class."""
     short = [search(10, f"t{n % 2}", HIGH, at=0.1 * n) for n in range(1500)]
@@ -172,6 +183,24 @@ def test_a_tenant_that_has_pages_leaves_some_to_others():
     assert made.next_pages([mine, other], 0.0) is other
 
 
+def test_half_of_what_is_left_is_enough_to_leave():
+    made = searches()
+    held(made, search(100, "a", pages=80))
+    asked = [search(100, "a", pages=11), search(100, "a", pages=10)]
+    let_in(made, *asked)
+    assert made.next_pages(asked, 0.0) is asked[1]
+
+
+def test_once_it_is_due_its_own_tenant_does_not_pass_a_search_that_leaves_others_too_little():
+    made = searches()
+    held(made, search(1000, "a", pages=50))
+    big, small, other = search(100, "a", pages=40), search(100, "a", at=1.0), search(100, "b", at=1.0)
+    let_in(made, big, small, other)
+    assert made.next_pages([big, small], big.ticket.due - 1e-3) is small
+    assert made.next_pages([big, small], big.ticket.due) is None
+    assert made.next_pages([big, small, other], big.ticket.due) is other
+
+
 def test_the_first_search_of_a_tenant_may_take_all_that_is_free():
     made = searches()
     one = search(100, "a", LOW, pages=100)
@@ -226,6 +255,12 @@ def test_a_deadline_that_cannot_be_met_behind_others_is_refused():
     made.admit(search(100, priority=HIGH, deadline=5.0), 0.0)
     with pytest.raises(CannotFinish):
         made.admit(search(1000, "other", HIGH, deadline=4.9), 0.0)
+
+
+def test_others_who_end_soon_are_not_counted_for_longer():
+    made = searches()
+    let_in(made, search(10, "a"))
+    made.admit(search(100, "b", deadline=0.6), 0.0)  # 0.1 s of theirs and its own second, at twice the speed
 
 
 def test_a_deadline_before_pages_can_be_free_is_refused():
