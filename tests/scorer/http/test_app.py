@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from batching.errors import DeviceFailed, Expired, QueueFull
+from scorer.http import listener
 from scorer.http.problems import HTTP_CODES
 from scorer.http.rerank import RerankV1, RerankV2
 from scorer.http.score import ItemsRequest, PairsRequest
@@ -372,6 +373,71 @@ def test_with_mutual_tls_only_a_known_client_gets_in(tmp_path):
                 assert (await known.post(url, json=BODIES["/v2/rerank"])).status_code == 200
             assert http.runtime.batcher.submitted == 1
 
+    run(scenario)
+
+
+def tls_call(port, context, session=None):
+    """One request on a connection of its own: the session that it could resume. Raises OSError where it is let down."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=5) as plain,
+        context.wrap_socket(plain, server_hostname="localhost", session=session) as secured,
+    ):
+        secured.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        if not (told := secured.recv(64)).startswith(b"HTTP/1.1 200"):
+            raise ConnectionError(told)
+        return secured.session
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_who_the_old_client_authority_signed_is_out_once_there_is_a_new_one(tmp_path, caplog, monkeypatch, version):
+    monkeypatch.setattr(listener, "RELOAD_SECONDS", 0.05)
+    (tmp_path / "other").mkdir()
+    pki, other = Pki.made(tmp_path), Pki.made(tmp_path / "other")
+    trusted = tmp_path / "clients.crt"
+    trusted.write_bytes(pki.path("ca.crt").read_bytes())
+
+    def client(its):
+        context = ssl.create_default_context(cafile=pki.path("ca.crt"))
+        context.maximum_version = version
+        context.load_cert_chain(its.path("client.crt"), its.path("client.key"))
+        return context
+
+    async def scenario():
+        async with Http(**pki.settings() | {"tls_client_ca": str(trusted)}) as http:
+            port = int(http.addresses.http.rpartition(":")[2])
+
+            async def call(context, session=None):
+                return await asyncio.to_thread(tls_call, port, context, session)
+
+            async def gets_in(context, session=None):
+                try:
+                    return bool(await call(context, session))
+                except OSError:
+                    return False
+
+            mine, theirs = client(pki), client(other)
+            session = await call(mine)
+            assert not await gets_in(theirs)
+            async with httpx.AsyncClient(verify=mine, trust_env=False) as kept:
+                assert (await kept.get(f"https://localhost:{port}/health")).status_code == 200
+                trusted.write_bytes(other.path("ca.crt").read_bytes())
+                await until(lambda: "certificates read again" in caplog.text)
+                assert await gets_in(theirs)
+                assert not await gets_in(mine)
+                assert not await gets_in(mine, session)
+                assert (await kept.get(f"https://localhost:{port}/health")).status_code == 200
+            for damaged in ("half a renewal", other.path("ca.crt").read_text()[:300]):
+                caplog.clear()
+                trusted.write_text(damaged)
+                await until(lambda: "the ones in use stay" in caplog.text)
+                assert await gets_in(theirs)
+                assert not await gets_in(mine)
+            trusted.write_bytes(pki.path("ca.crt").read_bytes())
+            await until(lambda: "certificates read again" in caplog.text)
+            assert await gets_in(mine)
+            assert not await gets_in(theirs)
+
+    caplog.set_level("INFO")
     run(scenario)
 
 
