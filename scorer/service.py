@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -31,6 +31,7 @@ from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, per_document, score_response
 from scorer.stream import answers
 from scorer.threads import guarded
+from scorer.together import Part, score_together
 from scorer.tokenized import PRIORITIES, Tokenized, given_in_ids, untokenized
 from scorer.tokenizer_threads import TokenizerThreads
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
@@ -146,10 +147,12 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         remaining: float | None = None,
         caller: Caller = ANYONE,
         trace: Mapping[str, str] = NO_TRACE,
+        parts: Sequence[Part] = (),
     ) -> pb.ScoreResponse:
         """Scores one call, counts it once and logs it once, whatever protocol it came by.
 
-        remaining: seconds to the caller's deadline; trace: its W3C trace context.
+        remaining: seconds to the caller's deadline; trace: its W3C trace context; parts: of a call with several
+        queries, whose own one is unset.
         Raises Refused. Cancelling the awaiting task cancels the work.
         """
         started = time.perf_counter()
@@ -158,7 +161,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         span = self._tracer.begin(trace)
         self._enter()
         try:
-            response = await self.score(self._admitted(request, caller), deadline)
+            response = await self.score(self._admitted(request, caller), deadline, parts)
             return response
         except asyncio.CancelledError:
             late = remaining is not None and _is_over(remaining, time.perf_counter() - started)
@@ -300,11 +303,32 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """
         return await asyncio.to_thread(self._accepting().fingerprint)
 
-    async def score(self, request: pb.ScoreRequest, deadline: float | None = None) -> pb.ScoreResponse:
-        """Scores one request. `deadline` is in seconds of time.monotonic().
+    async def score(
+        self, request: pb.ScoreRequest, deadline: float | None = None, parts: Sequence[Part] = ()
+    ) -> pb.ScoreResponse:
+        """Scores one request, of which there may be parts. `deadline` is in seconds of time.monotonic().
 
         Raises the exceptions of `scorer.refusal.STATUS_CODES`. Cancelling the awaiting task cancels the work.
         """
+
+        async def one(part: pb.ScoreRequest) -> pb.ScoreResponse:
+            return (await self._score(part, deadline))[0]
+
+        results: Sequence[pb.DocumentResult]
+        if parts:
+            started = time.perf_counter()
+            response = await score_together(request, parts, self._accepting().limits, one)
+            response.timings.total_seconds = time.perf_counter() - started
+            results = response.results
+        else:
+            response, results = await self._score(request, deadline)
+        self._metrics.answered(response, results)
+        return response
+
+    async def _score(
+        self, request: pb.ScoreRequest, deadline: float | None
+    ) -> tuple[pb.ScoreResponse, list[pb.DocumentResult]]:
+        """The answer, and the results of all documents, also where it keeps the best."""
         started = time.perf_counter()
         runtime = self._accepting()
         deadline = _reply_in_time(request, deadline)
@@ -323,10 +347,9 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         response = score_response(request, runtime, tokenized, by_document, results)
         response.timings.tokenize_seconds = tokenize_seconds
         response.timings.total_seconds = time.perf_counter() - started
-        self._metrics.answered(response, results)
         if tokenized.request is not None and scores is not None:
             self._sampler.offer(tokenized.request, scores)
-        return response
+        return response, results
 
     async def _on_thread(
         self, runtime: Runtime, request: pb.ScoreRequest, size: int, asked: Asked, deadline: float | None

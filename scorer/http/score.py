@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.http.asking import Asker, invalid, outputs, relevance, require_all, tokens
 from scorer.http.rerank import UINT32, Model, Strict, Text, Unicode
+from scorer.together import Part
 
 TokenId = Annotated[int, Field(ge=0, le=UINT32)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -123,40 +124,38 @@ def _probabilities(labels: Sequence[pb.LabelScore], softmax: bool) -> list[float
 
 
 async def _score_pairs(asker: Asker, body: PairsRequest, request: Request) -> PairsAnswer:
-    pairs = _pairs(body)
-    groups: dict[str, list[int]] = {}
-    for place, (query, _) in enumerate(pairs):
-        groups.setdefault(query, []).append(place)
-    scores = [0.0] * len(pairs)
-    counted = 0
-    for query, places in groups.items():
-        asked = pb.ScoreRequest(
-            query=pb.QueryPrefix(text=query),
-            documents=[pb.Document(text=pairs[place][1]) for place in places],
-            options=pb.ScoreOptions(outputs=outputs(asker.info())),
-        )
-        response = await asker.score(asked, request)
-        require_all(response, "text_2")
-        counted += tokens(response)
-        for place, result in zip(places, response.results, strict=True):
-            scores[place] = relevance(result) if body.use_activation else result.score
+    queries, documents = _pairs(body)
+    places: dict[str, list[int]] = {}
+    for place, query in enumerate(queries):
+        places.setdefault(query, []).append(place)
+    asked = pb.ScoreRequest(
+        documents=[pb.Document(text=text) for text in documents],
+        options=pb.ScoreOptions(outputs=outputs(asker.info())),
+    )
+    parts = [Part(query, found) for query, found in places.items()]
+    if len(parts) == 1:
+        asked.query.text, parts = parts[0].query, []
+    response = await asker.score(asked, request, parts)
+    require_all(response, "text_2")
+    scores = [relevance(result) if body.use_activation else result.score for result in response.results]
     return PairsAnswer(
         id=f"score-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=asker.info().model,
+        model=response.model,
         data=[PairScore(index=place, score=score) for place, score in enumerate(scores)],
-        usage=_usage(counted),
+        usage=_usage(tokens(response)),
     )
 
 
-def _pairs(body: PairsRequest) -> list[tuple[str, str]]:
+def _pairs(body: PairsRequest) -> tuple[list[str], list[str]]:
+    """A query for each document, and the documents."""
     queries = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     documents = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if len(queries) == 1:
         queries = queries * len(documents)
     if len(queries) != len(documents):
         raise invalid("text_2", f"one text_1, or as many as text_2: got {len(queries)} and {len(documents)}")
-    return list(zip(queries, documents, strict=True))
+    return queries, documents
 
 
 def _usage(counted: int) -> ScoreUsage:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from batching.errors import DeviceFailed, Expired, QueueFull
+from scorer.errors import InvalidRequest
 from scorer.http import listener
 from scorer.http.problems import HTTP_CODES
 from scorer.http.rerank import RerankV1, RerankV2
@@ -131,6 +132,89 @@ def test_vllm_one_against_many_and_pairs():
     pairs = asked("/score", {"text_1": ["a", "b", "a"], "text_2": DOCUMENTS, "use_activation": False}).json()
     assert [d["score"] for d in pairs["data"]] == pytest.approx([-1, 2, 1])
     assert asked("/score", {"text_1": "q", "text_2": DOCUMENTS[0]}).json()["data"][0]["score"] < 0.5
+
+
+PAIRS = {"text_1": ["a", "b", "a", "c"], "text_2": [*DOCUMENTS, "logits 7 2"], "use_activation": False}
+
+
+def test_pairs_with_several_queries_are_one_call(caplog):
+    """One of the caller's rate, of the counts, of the log, of the documents' limit and of the deadline."""
+    caplog.set_level("INFO", "scorer.access")
+
+    async def scenario():
+        async with Http(max_requests_per_second=0.001) as http:
+            http.runtime.batcher.gate.clear()
+            call = asyncio.create_task(http.post("/score", PAIRS, headers={"x-request-id": "r-1"}))
+            await until(lambda: http.runtime.batcher.submitted == 3)  # all of them, before one is answered
+            http.runtime.batcher.gate.set()
+            answer = await call
+            assert [d["score"] for d in answer.json()["data"]] == pytest.approx([-1, 2, 1, 5])
+            assert answer.json()["usage"]["total_tokens"] == 3 * 10 + 4 * 3
+            page = (await http.client.get(f"http://{http.addresses.metrics}/metrics")).text
+            for line in (
+                'requests_total{code="OK"} 1.0',
+                'documents_total{status="ok"} 4.0',
+                "request_documents_count 1.0",
+                "request_documents_sum 4.0",
+            ):
+                assert f"prefixrank_{line}" in page
+            assert (await http.post("/score", PAIRS)).status_code == 429
+            assert http.runtime.batcher.submitted == 3
+
+    run(scenario)
+    records = [r for r in caplog.records if r.name == "scorer.access"]
+    assert [(r.request_id, r.code, r.documents) for r in records] == [
+        ("r-1", "OK", 4),
+        ("", "RESOURCE_EXHAUSTED", 4),
+    ]
+
+
+def test_pairs_have_one_deadline():
+    async def scenario():
+        async with Http(http_timeout_seconds=0.2) as http:
+            http.runtime.batcher.gate.clear()
+            assert (await http.post("/score", PAIRS)).status_code == 504
+            assert len(set(http.runtime.batcher.deadlines)) == 1
+            await until(lambda: http.runtime.batcher.cancelled == 3)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"text_1": ["a", "b"], "text_2": ["ok", ""]}, "text_2[1]: EMPTY"),
+        ({"text_1": ["a", "b", "a"], "text_2": ["ok", "ok", " "]}, "text_2[2]: EMPTY"),
+        ({"text_1": ["a", "b"] * 1001, "text_2": ["ok"] * 2002}, "text_2: between 1 and 2000 documents, got 2002"),
+    ],
+)
+def test_of_pairs_the_bad_one_is_named(body, told):
+    runtime = FakeRuntime()
+    answer = asked("/score", body, runtime)
+    assert answer.status_code == 400
+    assert message("/score", answer).startswith(told)
+    assert runtime.batcher.submitted <= 2
+
+
+@pytest.mark.parametrize(("field", "told"), [("query.text", "text_1[3]"), ("documents[0].text", "text_2[3].text")])
+def test_one_query_that_fails_ends_the_others(field, told):
+    async def scenario():
+        runtime = FakeRuntime()
+        tokenize = runtime.tokenization.tokenize
+
+        def picky(request):
+            if request.query.text == "c":
+                raise InvalidRequest.of(field, "not so", "c")
+            return tokenize(request)
+
+        runtime.tokenization.tokenize = picky
+        async with Http(runtime) as http:
+            http.runtime.batcher.gate.clear()
+            answer = await http.post("/score", PAIRS)
+            assert (answer.status_code, message("/score", answer)) == (400, f"{told}: not so, got c")
+            assert runtime.batcher.cancelled == runtime.batcher.submitted
+
+    run(scenario)
 
 
 def test_a_single_labels_relevance_is_its_probability_in_the_vocabulary():

@@ -119,6 +119,15 @@ def test_vllms_request(server, over_grpc):
     assert [d["score"] for d in told["data"]] == pytest.approx([r.probability for r in over_grpc], abs=1e-6)
 
 
+def test_pairs_score_as_each_does_alone(server):
+    queries, texts = [QUERY, "how to cook rice", QUERY], DOCUMENTS
+    url = f"http://{server.http}/score"
+    together = httpx.post(url, json={"text_1": queries, "text_2": texts}).json()["data"]
+    for pair, query, text in zip(together, queries, texts, strict=True):
+        (alone,) = httpx.post(url, json={"text_1": query, "text_2": text}).json()["data"]
+        assert pair["score"] == pytest.approx(alone["score"], abs=1e-5)
+
+
 def test_too_long_a_text_that_is_not_to_be_cut(server):
     body = {"query": QUERY, "texts": ["word " * 5000], "truncate": False}
     told = httpx.post(f"http://{server.http}/rerank", json=body)
