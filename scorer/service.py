@@ -232,7 +232,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             who = Asked(asked.tenant, PRIORITIES.get(asked.priority, 0))
             on_thread = partial(self.tokenizers.run, asked=who, deadline=deadline)
             response = await beam_search(self._accepting(), asked, deadline, on_thread)
-            self._metrics.searched(response)
+            self._metrics.searched(response, asked.priority)
             return response
 
         def log_it(
@@ -322,7 +322,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             results = response.results
         else:
             response, results = await self._score(request, deadline)
-        self._metrics.answered(response, results)
+        self._metrics.answered(response, results, request.priority)
         return response
 
     async def _score(

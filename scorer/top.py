@@ -82,6 +82,21 @@ def parse(text: str) -> Samples:
 
 
 @dataclass(frozen=True, slots=True)
+class Calls:
+    """Answered calls of one kind, by their labels."""
+
+    method: str
+    priorities: tuple[str, ...]
+
+    def include(self, labels: Mapping[str, str]) -> bool:
+        return labels["method"] == self.method and labels["priority"] in self.priorities
+
+
+INTERACTIVE = Calls("score", ("normal", "high"))  # those of the objective
+OTHERS = {"low class": Calls("score", ("low",)), "beam search": Calls("beam_search", ("low", "normal", "high"))}
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """Two readings and the seconds between them."""
 
@@ -106,14 +121,15 @@ class Reading:
         rates = {value: self.rate(name, **{label: value}) for value in values}
         return {value: rate for value, rate in sorted(rates.items(), key=lambda x: -x[1]) if rate > 0}
 
-    def quantile(self, q: float, stage: str) -> float | None:
+    def quantile(self, q: float, stage: str, calls: Calls) -> float | None:
         """Seconds, interpolated within a bucket as Prometheus does; None where nothing was answered."""
-        buckets = sorted(
-            (float(dict(labels)["le"]), self.rate("stage_seconds_bucket", **dict(labels)))
-            for name, labels in self.after
-            if name == "prefixrank_stage_seconds_bucket" and dict(labels).get("stage") == stage
-        )
-        return quantile(q, buckets)
+        counts: dict[float, float] = {}
+        for name, labels in self.after:
+            told = dict(labels)
+            if name == "prefixrank_stage_seconds_bucket" and told["stage"] == stage and calls.include(told):
+                upper = float(told["le"])
+                counts[upper] = counts.get(upper, 0.0) + self.rate("stage_seconds_bucket", **told)
+        return quantile(q, sorted(counts.items()))
 
 
 def quantile(q: float, buckets: list[tuple[float, float]]) -> float | None:
@@ -136,9 +152,11 @@ def view(reading: Reading) -> RenderableType:
     from rich.table import Table
 
     stages = Table("stage", *(f"p{q * 100:g} ms" for q in QUANTILES), title="time of answered calls")
-    for stage in STAGES:
-        times = [reading.quantile(q, stage) for q in QUANTILES]
-        stages.add_row(stage, *("-" if t is None else f"{t * 1000:.1f}" for t in times))
+    rows = [(stage, stage, INTERACTIVE) for stage in STAGES]
+    rows += [(f"total, {name}", "total", kind) for name, kind in OTHERS.items()]
+    for name, stage, kind in rows:
+        times = [reading.quantile(q, stage, kind) for q in QUANTILES]
+        stages.add_row(name, *("-" if t is None else f"{t * 1000:.1f}" for t in times))
     calls = _rates("calls/s by code", reading.by("requests_total", "code"))
     documents = _rates("documents/s by status", reading.by("documents_total", "status"))
     strategies = _rates("documents/s by strategy", reading.by("strategy_documents_total", "strategy"))

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import grpc
@@ -519,6 +520,17 @@ async def until(condition, seconds=5.0):
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def test_the_low_class_has_times_of_its_own():
+    async def scenario():
+        async with served(FakeRuntime()) as at:
+            await at.client.score_request(build_request("q", ["a"], priority=pb.PRIORITY_LOW))
+            return at.metrics.registry
+
+    labels = {"method": "score", "stage": "total"}
+    count = partial(asyncio.run(scenario()).get_sample_value, "prefixrank_stage_seconds_count")
+    assert (count({**labels, "priority": "low"}), count({**labels, "priority": "normal"})) == (1, 0)
 
 
 def test_a_deadline_and_a_cancellation_are_counted_as_what_they_are_and_stop_the_work():

@@ -6,10 +6,11 @@ import pytest
 from prometheus_client import generate_latest
 from rich.console import Console
 
+from prefixrank.v1 import scorer_pb2 as pb
 from scorer.__main__ import main
 from scorer.client import AsyncScorerClient
 from scorer.metrics import Metrics
-from scorer.top import Reading, parse, quantile, view
+from scorer.top import INTERACTIVE, OTHERS, Reading, parse, quantile, view
 from tests.scorer.test_metrics import answer
 from tests.scorer.test_server import Life, run
 
@@ -47,11 +48,25 @@ def test_rates_are_of_the_time_between_two_readings():
     assert reading.rate("computed_tokens_total") == 60
     assert reading.by("requests_total", "code") == {"OK": 5}
     assert reading.by("documents_total", "status") == {"ok": 5, "numeric_error": 5}
-    assert 0.02 < reading.quantile(0.99, "total") <= 0.05
-    assert reading.quantile(0.99, "forward") <= 0.001
+    assert 0.02 < reading.quantile(0.99, "total", INTERACTIVE) <= 0.05
+    assert reading.quantile(0.99, "forward", INTERACTIVE) <= 0.001
     told = shown(reading)
     assert told.startswith("serving   in flight 0")
     assert "computed 60 tokens/s   saved 20%" in told
+
+
+def test_bulk_jobs_and_searches_have_rows_of_their_own():
+    metrics = Metrics("1")
+    before = page(metrics)
+    metrics.answered(*answer(total_seconds=0.05), pb.PRIORITY_HIGH)
+    metrics.answered(*answer(total_seconds=0.05))
+    metrics.answered(*answer(total_seconds=5), pb.PRIORITY_LOW)
+    metrics.searched(pb.BeamSearchResponse(timings=pb.Timings(total_seconds=1.5)), pb.PRIORITY_HIGH)
+    reading = Reading(before, page(metrics), 1.0)
+    assert 0.02 < reading.quantile(0.99, "total", INTERACTIVE) <= 0.05
+    assert 2 < reading.quantile(0.5, "total", OTHERS["low class"]) <= 5
+    assert 1 < reading.quantile(0.5, "total", OTHERS["beam search"]) <= 2
+    assert "total, beam search" in shown(reading)
 
 
 def test_a_server_that_started_anew_counts_from_zero():
