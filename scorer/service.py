@@ -62,8 +62,10 @@ REPLY_SECONDS, REPLY_DOCUMENT_SECONDS, REPLY_PART = 0.02, 2e-5, 0.15
 
 
 class _Told(NamedTuple, Generic[Ahead, Found]):
-    """How a call is logged; what stands there for a request that could not be read, and for an answer never given."""
+    """How a call is called and logged; what stands there for a request that could not be read, and for an answer never
+    given."""
 
+    method: str
     unread: Ahead
     nothing: Found
     log: Callable[[Ahead, Found, grpc.StatusCode, float, Caller], None]
@@ -216,9 +218,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             on_thread = partial(self.tokenizers.run, asked=Asked(asked.tenant), deadline=deadline)
             return await warm(self._accepting(), asked, deadline, on_thread)
 
-        return await self._once(
-            request, context, work, _Told(pb.WarmPrefixRequest(), pb.WarmPrefixResponse(), log_warm)
-        )
+        told = _Told("WarmPrefix", pb.WarmPrefixRequest(), pb.WarmPrefixResponse(), log_warm)
+        return await self._once(request, context, work, told)
 
     async def BeamSearch(  # noqa: N802
         self,
@@ -226,7 +227,6 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         context: grpc.aio.ServicerContext[pb.BeamSearchRequest, pb.BeamSearchResponse],
     ) -> pb.BeamSearchResponse:
         """Generates the most probable continuations of a prompt; see the proto."""
-        span = self._tracer.begin(trace_of(context.invocation_metadata()), "BeamSearch")
 
         async def work(asked: pb.BeamSearchRequest, deadline: float | None) -> pb.BeamSearchResponse:
             who = Asked(asked.tenant, PRIORITIES.get(asked.priority, 0))
@@ -235,17 +235,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             self._metrics.searched(response, asked.priority)
             return response
 
-        def log_it(
-            read: pb.BeamSearchRequest,
-            response: pb.BeamSearchResponse,
-            code: grpc.StatusCode,
-            seconds: float,
-            caller: Caller,
-        ) -> None:
-            span.end(response, code)
-            log_search(read, response, code, seconds, caller)
-
-        return await self._once(request, context, work, _Told(pb.BeamSearchRequest(), pb.BeamSearchResponse(), log_it))
+        told = _Told("BeamSearch", pb.BeamSearchRequest(), pb.BeamSearchResponse(), log_search)
+        return await self._once(request, context, work, told)
 
     async def _once(
         self,
@@ -257,6 +248,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """Answers one call that only gRPC has, counts it once and logs it once. Its status is what the caller saw."""
         started, caller, code = time.perf_counter(), ANYONE, grpc.StatusCode.CANCELLED
         remaining, response = context.time_remaining(), told.nothing
+        span = self._tracer.begin(trace_of(context.invocation_metadata()), told.method)
         self._enter()
         try:
             deadline = _deadline(remaining)
@@ -274,6 +266,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             await abort(context, refusal)
         finally:
             self._leave(code)
+            span.end(response, code)
             read = told.unread if isinstance(request, Undecodable) else request
             told.log(read, response, code, time.perf_counter() - started, caller)
 

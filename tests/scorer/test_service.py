@@ -648,13 +648,13 @@ def model_dir(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
-def really(model_dir, scenario):
+def really(model_dir, scenario, **limits):
     """Runs `scenario(at, runtime)` on a server that scores for real."""
 
     async def run():
         runtime = Runtime.load(Config.read({"model": str(model_dir), "profile": "instruct"}, environ={}))
         try:
-            async with served(runtime) as at:
+            async with served(runtime, **limits) as at:
                 return await scenario(at, runtime)
         finally:
             await runtime.batcher.drain()
