@@ -25,9 +25,9 @@ from scorer.access_log import log_call, log_search, log_warm
 from scorer.beam_service import beam_search
 from scorer.config import MiB
 from scorer.drift import Sampler, check_forever
-from scorer.errors import InvalidRequest, Unavailable
+from scorer.errors import InvalidRequest, Unauthenticated, Unavailable
 from scorer.metrics import Metrics
-from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
+from scorer.refusal import STATUS_CODES, Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, per_document, score_response
 from scorer.stream import answers
 from scorer.threads import guarded
@@ -198,14 +198,28 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
     ) -> AsyncIterator[pb.ScoreStreamResponse]:
         """Scores requests as they come and answers each when it is done; see the proto."""
         metadata = context.invocation_metadata()
-        caller = self.access.caller(authorization(metadata))  # the guard before every method refuses others
+        caller = ANYONE
+
+        async def known() -> AsyncIterator[pb.ScoreStreamRequest | Undecodable]:
+            """Each request is a call of its own: a token that is no longer known sends no more of them."""
+            nonlocal caller
+            async for request in requests:
+                try:
+                    caller = self.access.caller(authorization(metadata))
+                except Unauthenticated as error:
+                    self.refused(STATUS_CODES[Unauthenticated])
+                    raise Refused(refusal_of(error, STATUS_CODES[Unauthenticated])) from None
+                yield request
 
         async def call(request: pb.ScoreRequest | Undecodable, remaining: float | None) -> pb.ScoreResponse:
             return await self.answer(request, remaining, caller, trace_of(metadata))
 
-        async with aclosing(answers(requests, context.time_remaining, call)) as answered:
-            async for response in answered:
-                yield response
+        try:
+            async with aclosing(answers(known(), context.time_remaining, call)) as answered:
+                async for response in answered:
+                    yield response
+        except Refused as error:
+            await abort(context, error.refusal)
 
     async def WarmPrefix(  # noqa: N802
         self,
