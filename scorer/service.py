@@ -21,7 +21,7 @@ from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.access import ANYONE, Access, Caller
-from scorer.access_log import log_call, log_search, log_warm
+from scorer.access_log import log_call, log_refused, log_search, log_warm
 from scorer.beam_service import beam_search
 from scorer.config import MiB
 from scorer.drift import Sampler, check_forever
@@ -51,6 +51,8 @@ Found = TypeVar("Found", pb.WarmPrefixResponse, pb.BeamSearchResponse)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
 SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix", "BeamSearch"))
+
+NOTHING_TOLD = pb.ScoreRequest()
 
 # Ids need no tokenizer, only Python, which one thread runs at a time: for a small request another thread costs more
 # than it takes.
@@ -187,9 +189,10 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self.access.count(caller)
         return decoded
 
-    def refused(self, code: grpc.StatusCode) -> None:
-        """Counts a scoring call that was refused before it got here."""
+    def refused(self, code: grpc.StatusCode, caller: Caller = ANYONE, told: pb.ScoreRequest = NOTHING_TOLD) -> None:
+        """Counts and logs a scoring call that was refused before it got here. told: what is known of it."""
         self._metrics.requests.labels(code.name).inc()
+        log_refused(told, code, caller)
 
     async def ScoreStream(  # noqa: N802
         self,

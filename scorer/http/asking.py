@@ -13,6 +13,7 @@ from starlette.requests import Request
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.access import ANYONE, Caller
 from scorer.errors import Unavailable
+from scorer.http.problems import PATHS
 from scorer.refusal import Refusal, Refused, refusal_of
 from scorer.service import ScorerService
 from scorer.together import Part
@@ -100,6 +101,13 @@ def tokens(response: pb.ScoreResponse) -> int:
 def invalid(field: str, told: str) -> Refused:
     """A refusal of one field."""
     return Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {told}"))
+
+
+def count_refused(service: ScorerService, request: Request, code: grpc.StatusCode) -> None:
+    """Counts a request that was refused before it was one, where it was meant to score."""
+    if request.url.path in PATHS:
+        told = pb.ScoreRequest(request_id=_header(request, REQUEST_ID), tenant=_header(request, TENANT))
+        service.refused(code, request.scope.get("caller", ANYONE), told)
 
 
 def _header(request: Request, name: str) -> str:

@@ -13,22 +13,26 @@ from pydantic import BaseModel, Field
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.http.asking import Asker, invalid, outputs, relevance, require_all, tokens
-from scorer.http.rerank import UINT32, Model, Strict, Text, Unicode
+from scorer.http.rerank import IDS, LIST, LISTS, TEXT, UINT32, Model, Strict, Text, Unicode, either
 from scorer.together import Part
 
 TokenId = Annotated[int, Field(ge=0, le=UINT32)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1)]
 
 
 class ItemsRequest(Strict):
     """SGLang's request: query and items are the whole prompt as text or ids; no template goes around them.
     label_token_ids: one or two; unset: the profile's."""
 
-    query: Text | Ids
-    items: Annotated[Text | list[Text] | list[Ids], Field(min_length=1)]
+    query: Annotated[Annotated[Text, TEXT] | Annotated[Ids, IDS], either("a text or a list of token ids")]
+    items: Annotated[
+        Annotated[Text, TEXT] | Annotated[Texts, LIST] | Annotated[list[Ids], LISTS],
+        either("a text, a list of texts or a list of lists of token ids"),
+    ]
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2)] | None = None
-    apply_softmax: bool = False
-    item_first: bool = False
+    apply_softmax: bool | None = False
+    item_first: bool | None = False
     model: Model = None
 
 
@@ -50,10 +54,13 @@ class ItemsAnswer(BaseModel):
 class PairsRequest(Strict):
     """vLLM's request: one text_1 and one or more text_2, or as many of the one as of the other."""
 
-    text_1: Text | Annotated[list[Text], Field(min_length=1)]
-    text_2: Unicode | Annotated[list[Unicode], Field(min_length=1)]
+    text_1: Annotated[Annotated[Text, TEXT] | Annotated[Texts, LIST], either("a text or a list of texts")]
+    text_2: Annotated[
+        Annotated[Unicode, TEXT] | Annotated[list[Unicode], Field(min_length=1), LIST],
+        either("a text or a list of texts"),
+    ]
     model: Model = None
-    use_activation: bool = True
+    use_activation: bool | None = True
 
 
 class PairScore(BaseModel):
@@ -80,7 +87,7 @@ def router(asker: Asker, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
         """As SGLang."""
         response = await asker.score(_items_request(body), request)
         require_all(response, "items")
-        scores = [_probabilities(result.label_logits, body.apply_softmax) for result in response.results]
+        scores = [_probabilities(result.label_logits, bool(body.apply_softmax)) for result in response.results]
         return ItemsAnswer(scores=scores, model=response.model, usage=_usage(tokens(response)))
 
     @made.post("/score")
@@ -137,7 +144,7 @@ async def _score_pairs(asker: Asker, body: PairsRequest, request: Request) -> Pa
         asked.query.text, parts = parts[0].query, []
     response = await asker.score(asked, request, parts)
     require_all(response, "text_2")
-    scores = [relevance(result) if body.use_activation else result.score for result in response.results]
+    scores = [result.score if body.use_activation is False else relevance(result) for result in response.results]
     return PairsAnswer(
         id=f"score-{uuid.uuid4().hex}",
         created=int(time.time()),

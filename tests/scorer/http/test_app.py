@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from batching.errors import DeviceFailed, Expired, QueueFull
+from prefixrank.v1 import scorer_pb2 as pb
 from scorer.errors import InvalidRequest
 from scorer.http import listener
 from scorer.http.problems import HTTP_CODES
@@ -292,6 +293,129 @@ def test_a_bad_field_is_named(path, body, told):
     assert told in message(path, answer)
 
 
+V1 = "/v1/rerank"
+ITEMS = "items: Input should be a text, a list of texts or a list of lists of token ids"
+WRONG_KINDS = [
+    ("/v1/score", {"query": "q", "items": [1]}, ITEMS),
+    ("/v1/score", {"query": "q", "items": 1}, ITEMS),
+    ("/v1/score", {"query": "q", "items": ["a", 1]}, "items[1]: Input should be a valid string"),
+    ("/v1/score", {"query": [1], "items": [[1], [-1]]}, "items[1][0]: Input should be greater than or equal to 0"),
+    ("/v1/score", {"query": "q", "items": []}, "items: List should have at least 1 item after validation, not 0"),
+    ("/v1/score", {"query": {}, "items": ["a"]}, "query: Input should be a text or a list of token ids"),
+    ("/score", {"text_1": 1, "text_2": "a"}, "text_1: Input should be a text or a list of texts"),
+    ("/score", {"text_1": "q", "text_2": [[]]}, "text_2: Input should be a text or a list of texts"),
+    (
+        "/v1/rerank",
+        {"query": "q", "documents": ["a", 1]},
+        "documents[1]: Input should be a text or an object with a text",
+    ),
+    (V1, {"query": "q", "documents": [{}]}, "documents[0].text: Field required"),
+    (
+        "/v1/rerank",
+        {"query": "q", "documents": [{"text": "a", "x": 1}]},
+        "documents[0].x: Extra inputs are not permitted",
+    ),
+    (V1, {"query": None, "documents": ["a"]}, "query: Input should be a valid string"),
+    ("/v2/rerank", [1], "body: Input should be an object"),
+]
+
+
+def test_what_is_wrong_is_told_once_and_not_every_alternative():
+    async def scenario():
+        async with Http() as http:
+            for path, body, told in WRONG_KINDS:
+                assert message(path, await http.post(path, body)) == told
+
+    run(scenario)
+
+
+GZIP = {"content-encoding": "gzip"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "told"),
+    [
+        (b'{"query":', {}, "body: no JSON: Expecting value at character 9"),
+        (b"\x80", {}, "body: no JSON in UTF-8"),
+        (b"[" * 100_000, {}, "body: nested too deeply"),
+        (b"{}", GZIP, "content-encoding: only a body as it is, got 'gzip'"),
+        (b"{}", {"content-type": "text/plain"}, "content-type: application/json, got 'text/plain'"),
+        (b"{}", {"content-type": ""}, "content-type: application/json, got ''"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_told_why_counted_and_logged(body, headers, told, caplog):
+    caplog.set_level("INFO", "scorer.access")
+
+    async def scenario():
+        async with Http() as http:
+            headers_ = {"content-type": "application/json", "x-request-id": "r-1"} | headers
+            for path in PATHS:
+                answer = await http.client.post(path, content=body, headers=headers_)
+                assert (answer.status_code, message(path, answer)) == (422 if path == "/rerank" else 400, told)
+            page = (await http.client.get(f"http://{http.addresses.metrics}/metrics")).text
+            assert f'prefixrank_requests_total{{code="INVALID_ARGUMENT"}} {len(PATHS)}.0' in page
+
+    run(scenario)
+    records = [(r.request_id, r.code, r.caller) for r in caplog.records if r.name == "scorer.access"]
+    assert records == [("r-1", "INVALID_ARGUMENT", "anyone")] * len(PATHS)
+
+
+def test_json_has_many_names():
+    async def scenario():
+        async with Http() as http:
+            for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
+                data, headers = json.dumps(BODIES["/v2/rerank"]), {"content-type": kind}
+                answer = await http.client.post("/v2/rerank", content=data, headers=headers)
+                assert answer.status_code == 200, answer.text
+
+    run(scenario)
+
+
+NAMES = {
+    "/v1/rerank": RerankV1,
+    "/v2/rerank": RerankV2,
+    "/rerank": TextsRequest,
+    "/v1/score": ItemsRequest,
+    "/score": PairsRequest,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_null_is_as_good_as_absent(path):
+    """Clients send what they were not given as null, fields that we do not know among it."""
+    optional = [name for name, field in NAMES[path].model_fields.items() if not field.is_required()]
+    kept = {"top_k", "truncation"}  # they tell Voyage's client from others, null or not
+
+    def same(answer):
+        return {key: value for key, value in answer.items() if key not in ("id", "created")}
+
+    async def scenario():
+        async with Http() as http:
+            plain = (await http.post(path)).json()
+            for names in ([n for n in optional if n not in kept], ["max_chunks_per_doc", "of_the_future"]):
+                answer = await http.post(path, BODIES[path] | dict.fromkeys(names))
+                assert answer.status_code == 200, answer.text
+                told = answer.json()
+                assert told == plain if isinstance(plain, list) else same(told) == same(plain)
+            assert (await http.post(path, BODIES[path] | {"of_the_future": 1})).status_code in (400, 422)
+
+    run(scenario)
+
+
+def test_voyages_nulls_get_voyages_answer():
+    told = asked("/v1/rerank", {**BODIES["/v1/rerank"], "top_k": None}).json()
+    assert [r["index"] for r in told["data"]] == [1, 2, 0]
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "LEFT"), ("Left", "LEFT"), ("right", "RIGHT"), ("Right", "RIGHT")])
+def test_the_side_to_cut_is_spelt_either_way(side, kept):
+    runtime = FakeRuntime()
+    seen, tokenize = [], runtime.tokenization.tokenize
+    runtime.tokenization.tokenize = lambda request: seen.append(request.options.truncation) or tokenize(request)
+    answer = asked("/rerank", {**BODIES["/rerank"], "truncation_direction": side}, runtime)
+    assert (answer.status_code, seen) == (200, [pb.Truncation.Value(f"TRUNCATION_{kept}")])
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"query": "\\ud800", "documents": ["a"]}']
 )
@@ -385,7 +509,7 @@ def test_an_unknown_path_and_method_are_told():
     run(scenario)
 
 
-def test_a_body_over_the_limit_is_refused_with_and_without_a_length():
+def test_a_body_over_the_limit_is_refused_with_and_without_a_length(caplog):
     async def chunks():
         for _ in range(40):
             yield b" " * 100
@@ -397,8 +521,12 @@ def test_a_body_over_the_limit_is_refused_with_and_without_a_length():
             assert "max_message_bytes = 2000" in answer.json()["message"]
             assert (await http.client.post("/v2/rerank", content=chunks())).status_code == 413
             assert (await http.post("/v2/rerank")).status_code == 200
+            page = (await http.client.get(f"http://{http.addresses.metrics}/metrics")).text
+            assert 'prefixrank_requests_total{code="OUT_OF_RANGE"} 2.0' in page
 
+    caplog.set_level("INFO", "scorer.access")
     run(scenario)
+    assert [r.code for r in caplog.records if r.name == "scorer.access"] == ["OUT_OF_RANGE", "OUT_OF_RANGE", "OK"]
 
 
 # --- callers
@@ -422,6 +550,8 @@ def test_only_health_is_open_without_a_token(tmp_path):
             good = {"authorization": f"Bearer {TOKEN}"}
             assert (await http.post("/v2/rerank", headers=good)).status_code == 200
             assert (await http.client.get("/openapi.json", headers=good)).status_code == 200
+            page = (await http.client.get(f"http://{http.addresses.metrics}/metrics")).text
+            assert f'prefixrank_requests_total{{code="UNAUTHENTICATED"}} {len(PATHS)}.0' in page
             shop = {"authorization": f"Bearer {SHOP_TOKEN}", "x-prefixrank-tenant": "bank"}
             assert (await http.post("/v2/rerank", headers=shop)).status_code == 403
 

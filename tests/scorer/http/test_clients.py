@@ -63,6 +63,16 @@ def test_coheres_client_v1(server, over_grpc):
         assert result.document.text == DOCUMENTS[result.index]
 
 
+def test_coheres_client_with_all_that_it_may_send_as_null(server, over_grpc):
+    nothing = dict.fromkeys(("top_n", "rank_fields", "return_documents", "max_chunks_per_doc"))
+    client = cohere.Client("any-key", base_url=f"http://{server.http}")
+    told = client.rerank(query=QUERY, documents=DOCUMENTS, model="m", **nothing)
+    assert [r.index for r in told.results] == ranking(over_grpc)
+    newer = cohere.ClientV2("any-key", base_url=f"http://{server.http}")
+    told = newer.rerank(query=QUERY, documents=DOCUMENTS, model="m", top_n=None, max_tokens_per_doc=None, priority=None)
+    assert [r.index for r in told.results] == ranking(over_grpc)
+
+
 def test_coheres_client_v2(server, over_grpc):
     client = cohere.ClientV2("any-key", base_url=f"http://{server.http}")
     told = client.rerank(query=QUERY, documents=DOCUMENTS, model="rerank-v3.5", top_n=2, max_tokens_per_doc=100)
