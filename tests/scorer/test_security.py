@@ -1,8 +1,12 @@
 """Tokens and certificates on a listening server, called by real clients."""
 
 import asyncio
+import json
 import re
+import socket
+import ssl
 import urllib.request
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -13,9 +17,11 @@ from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.__main__ import main
 from scorer.access import CHECK_SECONDS
 from scorer.client import AsyncScorerClient, ScorerError, build_request
+from scorer.demo import Server
 from tests.certificates import Pki
 from tests.scorer.test_server import SERVING, Life, health, run
 from tests.scorer.test_service import until
+from tests.tiny import tiny_model_dir
 
 TOKEN, SHOP_TOKEN = "a-token-of-sixteen-or-more", "the-shops-token-0123456789"
 
@@ -218,3 +224,23 @@ def test_the_command_line_gets_in_with_a_token_and_certificates(pki, tokens, cap
     assert "UNAUTHENTICATED" in told.err
     assert "need --server-ca" in told.err
     assert "cannot read" in told.err
+
+
+def test_a_handshake_that_fails_leaves_the_log_json(pki, tmp_path):
+    settings = [f"--{name.replace('_', '-')}={value}" for name, value in pki.settings().items()]
+    model = tiny_model_dir(tmp_path / "model")
+    server = Server([f"--model={model}", "--profile=instruct", "--threads=1", *settings])
+    try:
+        host, _, port = server.wait_until_listening().rpartition(":")
+        context = ssl.create_default_context(cafile=pki.path("ca.crt"))
+        context.set_alpn_protocols(["h2"])
+        with (
+            suppress(OSError),  # it is let down at once or when it reads
+            socket.create_connection((host, int(port)), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as stranger,
+        ):
+            while stranger.recv(1024):
+                pass
+    finally:
+        assert server.stop() == 0
+    assert [json.loads(line)["event"] for line in server.tail][-1].startswith("draining")
