@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before torch is loaded: OpenMP's threads otherwise spin while they wait, and where another process has one of the
     # cores, a pass takes up to thirty times as long. Sleeping costs nothing measurable on idle cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Before the first port or channel: gRPC's own lines, one a failed handshake, are no JSON; its errors stay.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)

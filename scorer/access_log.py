@@ -54,6 +54,11 @@ def log_warm(
     _record("warm_prefix", request, code, seconds, caller, own)
 
 
+def log_refused(told: pb.ScoreRequest, code: grpc.StatusCode, caller: Caller) -> None:
+    """A call that was refused before it was read. told: id and tenant, where they are known."""
+    _record("refused", told, code, 0.0, caller, {})
+
+
 def _computed(response: pb.ScoreResponse | pb.BeamSearchResponse) -> dict[str, int]:
     usage = response.usage
     return {

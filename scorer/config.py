@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -160,7 +161,8 @@ class Config(BaseModel):
         60.0, ge=0, description="how often served documents are scored again alone, to export the drift; 0: never"
     )
     otlp_endpoint: str | None = Field(
-        None, description="OTLP/gRPC collector of traces, http://HOST:4317 (needs the otel extra); None: no traces"
+        None,
+        description="OTLP/gRPC collector of traces, http://HOST:4317, or https (needs the otel extra); None: no traces",
     )
     require_golden: bool = Field(False, description="refuse to start on a profile without golden scores")
 
@@ -176,6 +178,17 @@ class Config(BaseModel):
     @classmethod
     def _positive(cls, value: dict[str, float]) -> dict[str, float]:
         FairShares(value)  # says which is beyond the limits
+        return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _collector(cls, value: str | None) -> str | None:
+        if value is not None:
+            parts = urlsplit(value)
+            address = parts.hostname and parts.port and not set(parts.netloc) & set("@ ")  # a bad port: ValueError
+            whole = value.startswith(("http://", "https://")) and address
+            if not whole or parts.path.strip("/") or parts.query or parts.fragment:
+                raise ValueError("must be http://HOST:PORT or https://HOST:PORT")
         return value
 
     @classmethod

@@ -8,6 +8,7 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from wsgiref.simple_server import WSGIServer
 
 import grpc
@@ -22,6 +23,13 @@ from scorer.memory import PARTS
 
 KNOCK_SECONDS = 0.05
 STAGES = ("tokenize", "queue", "plan", "forward", "total")
+METHODS = ("score", "beam_search")
+PRIORITIES = {
+    pb.PRIORITY_UNSPECIFIED: "normal",
+    pb.PRIORITY_LOW: "low",
+    pb.PRIORITY_NORMAL: "normal",
+    pb.PRIORITY_HIGH: "high",
+}
 STATUS_PREFIX = "DOCUMENT_STATUS_"
 STATUSES = tuple(name.removeprefix(STATUS_PREFIX).lower() for name in pb.DocumentStatus.keys()[1:])
 CODES = tuple(code.name for code in grpc.StatusCode)
@@ -68,9 +76,8 @@ class Metrics:
 
         def histogram(name: str, told: str, buckets: tuple[float, ...], **labels: Iterable[str]) -> Histogram:
             made = Histogram(f"prefixrank_{name}", told, list(labels), registry=registry, buckets=buckets)
-            for values in labels.values():
-                for value in values:
-                    made.labels(value)
+            for values in product(*labels.values()) if labels else ():
+                made.labels(*values)
             return made
 
         self.requests = counter("requests", "Score calls that ended, by gRPC status code", "code", CODES)
@@ -93,7 +100,12 @@ class Metrics:
         self.serving = Gauge("prefixrank_serving", "1 while the service takes calls", registry=registry)
         self.internal_errors = counter("internal_errors", "Errors of our own making; the log has each with its id")
         self.stage_seconds = histogram(
-            "stage_seconds", "Seconds of each stage of an answered call", SECONDS, stage=STAGES
+            "stage_seconds",
+            "Seconds of each stage of an answered call; the objective is of the method score above the low class",
+            SECONDS,
+            method=METHODS,
+            priority=dict.fromkeys(PRIORITIES.values()),
+            stage=STAGES,
         )
         self.request_documents = histogram("request_documents", "Documents of an answered call", DOCUMENTS)
         self.request_tokens = histogram("request_tokens", "Prefix and item tokens of an answered call", TOKENS)
@@ -122,7 +134,12 @@ class Metrics:
         """Reads the queue's depth whenever the metrics are scraped."""
         self.queue_tokens.set_function(tokens)
 
-    def answered(self, response: pb.ScoreResponse, results: Iterable[pb.DocumentResult]) -> None:
+    def answered(
+        self,
+        response: pb.ScoreResponse,
+        results: Iterable[pb.DocumentResult],
+        priority: pb.Priority.ValueType = pb.PRIORITY_UNSPECIFIED,
+    ) -> None:
         """Counts one answered call. `results` are those of all its documents, also where the reply keeps the best."""
         counted = Counts((result.status, result.truncated) for result in results)
         for (status, truncated), count in counted.items():
@@ -134,20 +151,25 @@ class Metrics:
                 share.documents
             )
         self.request_documents.observe(counted.total())
-        self._used(response)
+        self._used(response, "score", priority)
 
-    def searched(self, response: pb.BeamSearchResponse) -> None:
+    def searched(
+        self, response: pb.BeamSearchResponse, priority: pb.Priority.ValueType = pb.PRIORITY_UNSPECIFIED
+    ) -> None:
         """Counts one answered beam search."""
         for sequence in response.sequences:
             end = pb.FinishReason.Name(sequence.finish_reason).removeprefix("FINISH_REASON_").lower()
             self.beam_sequences.labels(end).inc()
         self.beam_steps.inc(response.steps)
-        self._used(response)
+        self._used(response, "beam_search", priority)
 
-    def _used(self, response: pb.ScoreResponse | pb.BeamSearchResponse) -> None:
+    def _used(
+        self, response: pb.ScoreResponse | pb.BeamSearchResponse, method: str, priority: pb.Priority.ValueType
+    ) -> None:
         """Stages and tokens of an answered call."""
         for stage in STAGES:
-            self.stage_seconds.labels(stage).observe(getattr(response.timings, f"{stage}_seconds"))
+            seconds = getattr(response.timings, f"{stage}_seconds")
+            self.stage_seconds.labels(method, PRIORITIES[priority], stage).observe(seconds)
         usage = response.usage
         self.request_tokens.observe(usage.prefix_tokens + usage.item_tokens)
         self.prefix.inc(usage.prefix_tokens)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -21,16 +21,17 @@ from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.access import ANYONE, Access, Caller
-from scorer.access_log import log_call, log_search, log_warm
+from scorer.access_log import log_call, log_refused, log_search, log_warm
 from scorer.beam_service import beam_search
 from scorer.config import MiB
 from scorer.drift import Sampler, check_forever
-from scorer.errors import InvalidRequest, Unavailable
+from scorer.errors import InvalidRequest, Unauthenticated, Unavailable
 from scorer.metrics import Metrics
-from scorer.refusal import Refusal, Refused, abort, refusal_of, status_code
+from scorer.refusal import STATUS_CODES, Refusal, Refused, abort, refusal_of, status_code
 from scorer.reply import document_results, model_info, per_document, score_response
 from scorer.stream import answers
 from scorer.threads import guarded
+from scorer.together import Part, score_together
 from scorer.tokenized import PRIORITIES, Tokenized, given_in_ids, untokenized
 from scorer.tokenizer_threads import TokenizerThreads
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
@@ -51,6 +52,8 @@ Found = TypeVar("Found", pb.WarmPrefixResponse, pb.BeamSearchResponse)
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
 SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix", "BeamSearch"))
 
+NOTHING_TOLD = pb.ScoreRequest()
+
 # Ids need no tokenizer, only Python, which one thread runs at a time: for a small request another thread costs more
 # than it takes.
 INLINE_BYTES = 64 * 1024
@@ -61,8 +64,10 @@ REPLY_SECONDS, REPLY_DOCUMENT_SECONDS, REPLY_PART = 0.02, 2e-5, 0.15
 
 
 class _Told(NamedTuple, Generic[Ahead, Found]):
-    """How a call is logged; what stands there for a request that could not be read, and for an answer never given."""
+    """How a call is called and logged; what stands there for a request that could not be read, and for an answer never
+    given."""
 
+    method: str
     unread: Ahead
     nothing: Found
     log: Callable[[Ahead, Found, grpc.StatusCode, float, Caller], None]
@@ -146,10 +151,12 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         remaining: float | None = None,
         caller: Caller = ANYONE,
         trace: Mapping[str, str] = NO_TRACE,
+        parts: Sequence[Part] = (),
     ) -> pb.ScoreResponse:
         """Scores one call, counts it once and logs it once, whatever protocol it came by.
 
-        remaining: seconds to the caller's deadline; trace: its W3C trace context.
+        remaining: seconds to the caller's deadline; trace: its W3C trace context; parts: of a call with several
+        queries, whose own one is unset.
         Raises Refused. Cancelling the awaiting task cancels the work.
         """
         started = time.perf_counter()
@@ -158,7 +165,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         span = self._tracer.begin(trace)
         self._enter()
         try:
-            response = await self.score(self._admitted(request, caller), deadline)
+            response = await self.score(self._admitted(request, caller), deadline, parts)
             return response
         except asyncio.CancelledError:
             late = remaining is not None and _is_over(remaining, time.perf_counter() - started)
@@ -182,9 +189,10 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self.access.count(caller)
         return decoded
 
-    def refused(self, code: grpc.StatusCode) -> None:
-        """Counts a scoring call that was refused before it got here."""
+    def refused(self, code: grpc.StatusCode, caller: Caller = ANYONE, told: pb.ScoreRequest = NOTHING_TOLD) -> None:
+        """Counts and logs a scoring call that was refused before it got here. told: what is known of it."""
         self._metrics.requests.labels(code.name).inc()
+        log_refused(told, code, caller)
 
     async def ScoreStream(  # noqa: N802
         self,
@@ -193,14 +201,28 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
     ) -> AsyncIterator[pb.ScoreStreamResponse]:
         """Scores requests as they come and answers each when it is done; see the proto."""
         metadata = context.invocation_metadata()
-        caller = self.access.caller(authorization(metadata))  # the guard before every method refuses others
+        caller = ANYONE
+
+        async def known() -> AsyncIterator[pb.ScoreStreamRequest | Undecodable]:
+            """Each request is a call of its own: a token that is no longer known sends no more of them."""
+            nonlocal caller
+            async for request in requests:
+                try:
+                    caller = self.access.caller(authorization(metadata))
+                except Unauthenticated as error:
+                    self.refused(STATUS_CODES[Unauthenticated])
+                    raise Refused(refusal_of(error, STATUS_CODES[Unauthenticated])) from None
+                yield request
 
         async def call(request: pb.ScoreRequest | Undecodable, remaining: float | None) -> pb.ScoreResponse:
             return await self.answer(request, remaining, caller, trace_of(metadata))
 
-        async with aclosing(answers(requests, context.time_remaining, call)) as answered:
-            async for response in answered:
-                yield response
+        try:
+            async with aclosing(answers(known(), context.time_remaining, call)) as answered:
+                async for response in answered:
+                    yield response
+        except Refused as error:
+            await abort(context, error.refusal)
 
     async def WarmPrefix(  # noqa: N802
         self,
@@ -213,9 +235,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             on_thread = partial(self.tokenizers.run, asked=Asked(asked.tenant), deadline=deadline)
             return await warm(self._accepting(), asked, deadline, on_thread)
 
-        return await self._once(
-            request, context, work, _Told(pb.WarmPrefixRequest(), pb.WarmPrefixResponse(), log_warm)
-        )
+        told = _Told("WarmPrefix", pb.WarmPrefixRequest(), pb.WarmPrefixResponse(), log_warm)
+        return await self._once(request, context, work, told)
 
     async def BeamSearch(  # noqa: N802
         self,
@@ -223,26 +244,16 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         context: grpc.aio.ServicerContext[pb.BeamSearchRequest, pb.BeamSearchResponse],
     ) -> pb.BeamSearchResponse:
         """Generates the most probable continuations of a prompt; see the proto."""
-        span = self._tracer.begin(trace_of(context.invocation_metadata()), "BeamSearch")
 
         async def work(asked: pb.BeamSearchRequest, deadline: float | None) -> pb.BeamSearchResponse:
             who = Asked(asked.tenant, PRIORITIES.get(asked.priority, 0))
             on_thread = partial(self.tokenizers.run, asked=who, deadline=deadline)
             response = await beam_search(self._accepting(), asked, deadline, on_thread)
-            self._metrics.searched(response)
+            self._metrics.searched(response, asked.priority)
             return response
 
-        def log_it(
-            read: pb.BeamSearchRequest,
-            response: pb.BeamSearchResponse,
-            code: grpc.StatusCode,
-            seconds: float,
-            caller: Caller,
-        ) -> None:
-            span.end(response, code)
-            log_search(read, response, code, seconds, caller)
-
-        return await self._once(request, context, work, _Told(pb.BeamSearchRequest(), pb.BeamSearchResponse(), log_it))
+        told = _Told("BeamSearch", pb.BeamSearchRequest(), pb.BeamSearchResponse(), log_search)
+        return await self._once(request, context, work, told)
 
     async def _once(
         self,
@@ -254,6 +265,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """Answers one call that only gRPC has, counts it once and logs it once. Its status is what the caller saw."""
         started, caller, code = time.perf_counter(), ANYONE, grpc.StatusCode.CANCELLED
         remaining, response = context.time_remaining(), told.nothing
+        span = self._tracer.begin(trace_of(context.invocation_metadata()), told.method)
         self._enter()
         try:
             deadline = _deadline(remaining)
@@ -271,6 +283,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             await abort(context, refusal)
         finally:
             self._leave(code)
+            span.end(response, code)
             read = told.unread if isinstance(request, Undecodable) else request
             told.log(read, response, code, time.perf_counter() - started, caller)
 
@@ -300,11 +313,32 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """
         return await asyncio.to_thread(self._accepting().fingerprint)
 
-    async def score(self, request: pb.ScoreRequest, deadline: float | None = None) -> pb.ScoreResponse:
-        """Scores one request. `deadline` is in seconds of time.monotonic().
+    async def score(
+        self, request: pb.ScoreRequest, deadline: float | None = None, parts: Sequence[Part] = ()
+    ) -> pb.ScoreResponse:
+        """Scores one request, of which there may be parts. `deadline` is in seconds of time.monotonic().
 
         Raises the exceptions of `scorer.refusal.STATUS_CODES`. Cancelling the awaiting task cancels the work.
         """
+
+        async def one(part: pb.ScoreRequest) -> pb.ScoreResponse:
+            return (await self._score(part, deadline))[0]
+
+        results: Sequence[pb.DocumentResult]
+        if parts:
+            started = time.perf_counter()
+            response = await score_together(request, parts, self._accepting().limits, one)
+            response.timings.total_seconds = time.perf_counter() - started
+            results = response.results
+        else:
+            response, results = await self._score(request, deadline)
+        self._metrics.answered(response, results, request.priority)
+        return response
+
+    async def _score(
+        self, request: pb.ScoreRequest, deadline: float | None
+    ) -> tuple[pb.ScoreResponse, list[pb.DocumentResult]]:
+        """The answer, and the results of all documents, also where it keeps the best."""
         started = time.perf_counter()
         runtime = self._accepting()
         deadline = _reply_in_time(request, deadline)
@@ -323,10 +357,9 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         response = score_response(request, runtime, tokenized, by_document, results)
         response.timings.tokenize_seconds = tokenize_seconds
         response.timings.total_seconds = time.perf_counter() - started
-        self._metrics.answered(response, results)
         if tokenized.request is not None and scores is not None:
             self._sampler.offer(tokenized.request, scores)
-        return response
+        return response, results
 
     async def _on_thread(
         self, runtime: Runtime, request: pb.ScoreRequest, size: int, asked: Asked, deadline: float | None

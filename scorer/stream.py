@@ -23,7 +23,8 @@ async def answers(
 ) -> AsyncGenerator[pb.ScoreStreamResponse, None]:
     """The answers to all of these requests, each when it is done.
 
-    remaining: seconds until the deadline of the stream itself. Closing the iterator cancels what is under way.
+    remaining: seconds until the deadline of the stream itself. Closing the iterator cancels what is under way. Where
+    `requests` raises Refused, what it gave before is answered, and then it is raised.
     """
     stream = _Stream(remaining, call)
     reading = asyncio.create_task(stream.read(requests))
@@ -47,14 +48,20 @@ class _Stream:
         self._answered: asyncio.Queue[pb.ScoreStreamResponse | None] = asyncio.Queue()
 
     async def read(self, requests: AsyncIterator[pb.ScoreStreamRequest | Undecodable]) -> None:
-        """Starts each request as it comes; after the last one waits for all."""
+        """Starts each request as it comes; after the last one waits for all. Raises Refused where `requests` does."""
+        refused: Refused | None = None
         try:
-            async for message in requests:
-                await self._room.acquire()
-                self._start(message)
+            try:
+                async for message in requests:
+                    await self._room.acquire()
+                    self._start(message)
+            except Refused as error:
+                refused = error
             await asyncio.gather(*self._tasks)
         finally:
             self._answered.put_nowait(None)
+        if refused is not None:
+            raise refused
 
     async def next(self) -> pb.ScoreStreamResponse | None:
         """The next answer; None after the last."""

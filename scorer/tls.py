@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -14,6 +15,7 @@ from scorer.config import Config
 from scorer.errors import ConfigError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,14 @@ class Certificates:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def state(self) -> tuple[int, ...]:
+    def state(self) -> tuple[tuple[int, int, int], ...]:
         """Changes whenever one of the files does. Raises OSError."""
         files = [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
-        return tuple(path.stat().st_mtime_ns for path in files)
+        return tuple((told.st_mtime_ns, told.st_size, told.st_ino) for told in map(Path.stat, files))
 
     def credentials(self) -> grpc.ServerCredentials:
         """For a gRPC server: asked at every handshake, and answered anew once the files have changed."""
-        fetch: Any = _Fetcher(self)  # the stubs do not know that None means: as before
+        fetch: Any = Renewal(self, self._configuration)  # the stubs do not know that None means: as before
         return grpc.dynamic_ssl_server_credentials(self._configuration(), fetch, self.client_ca is not None)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
@@ -65,21 +67,29 @@ class Certificates:
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=ca)
 
 
-class _Fetcher:
-    def __init__(self, certificates: Certificates) -> None:
-        self._certificates = certificates
-        self._seen = certificates.state()
+class Renewal(Generic[T]):
+    """Makes something of the files whenever they have changed since it was made itself. Where they are damaged it says
+    so once, and goes on trying."""
 
-    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+    def __init__(self, certificates: Certificates, make: Callable[[], T]) -> None:
+        self._certificates = certificates
+        self._make = make
+        self._seen = certificates.state()
+        self._told = ""
+
+    def __call__(self) -> T | None:
+        """None: as before."""
         try:
             state = self._certificates.state()
             if state == self._seen:
                 return None
             self._certificates.context()  # half a renewal would close the port: key and certificate must fit
-            configuration = self._certificates._configuration()
+            made = self._make()
         except (OSError, ssl.SSLError) as error:
-            log.error("certificates: %s; the ones in use stay", error)
+            if str(error) != self._told:
+                log.error("certificates: %s; the ones in use stay", error)
+            self._told = str(error)
             return None
-        self._seen = state
+        self._seen, self._told = state, ""
         log.info("certificates read again")
-        return configuration
+        return made

@@ -7,9 +7,11 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from scorer.errors import ConfigError
+from scorer.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,21 +19,46 @@ if TYPE_CHECKING:
 EXAMPLE = """example:
   prefixrank top --target localhost:9100
 
-Rates are of the last --interval seconds, times in milliseconds. Exit codes: 0; 2 no metrics there."""
+Rates are of the last --interval seconds, times in milliseconds. A server that goes is waited for. Exit codes: 0; 2 no
+metrics there to begin with, or a wrong argument."""
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 Samples = Mapping[Key, float]
 STAGES = ("tokenize", "queue", "plan", "forward", "total")
 QUANTILES = (0.5, 0.9, 0.99)
 READ_SECONDS = 5.0
+MIN_SECONDS, MAX_SECONDS = 0.1, 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     told = "a server's metrics (default: localhost:9100)"
-    parser.add_argument("--target", metavar="HOST:PORT", default="localhost:9100", help=told)
-    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between readings (default: 2)")
-    parser.add_argument("--count", type=int, default=0, metavar="N", help="stop after N views (default: never)")
+    parser.add_argument("--target", type=address, metavar="HOST:PORT", default="localhost:9100", help=told)
+    told = "between readings, at least 0.1 (default: 2)"
+    parser.add_argument("--interval", type=seconds, default=2.0, metavar="SECONDS", help=told)
+    parser.add_argument("--count", type=count, default=0, metavar="N", help="stop after N views; 0 (default): never")
+
+
+def address(text: str) -> str:
+    """A --target. Raises ArgumentTypeError or ValueError, as those below do."""
+    parts = urlsplit(f"//{text}")
+    if parts.netloc != text or not parts.hostname or not parts.port or set(text) & set("@ "):
+        raise argparse.ArgumentTypeError(f"HOST:PORT, got {text!r}")
+    return text
+
+
+def seconds(text: str) -> float:
+    """An --interval."""
+    if not MIN_SECONDS <= float(text) <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"between {MIN_SECONDS:g} and {MAX_SECONDS:g}, got {text}")
+    return float(text)
+
+
+def count(text: str) -> int:
+    """A --count."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"at least 0, got {text}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,34 +70,46 @@ def run(args: argparse.Namespace) -> int:
         return fetch(f"http://{args.target}/metrics")
 
     console = Console()
-    views = _views(read, args.interval, args.count)
+    shown = views(read, args.interval, args.count)
     if not console.is_terminal:
-        for each in views:
+        for each in shown:
             console.print(each)
         return 0
-    with Live(next(views), console=console, auto_refresh=False, screen=args.count == 0) as live:
-        for each in views:
+    with Live(next(shown), console=console, auto_refresh=False, screen=args.count == 0) as live:
+        for each in shown:
             live.update(each, refresh=True)
     return 0
 
 
-def _views(read: Callable[[], Samples], interval: float, count: int) -> Iterator[RenderableType]:
+def views(read: Callable[[], Samples], interval: float, count: int) -> Iterator[RenderableType]:
+    """A picture every `interval` seconds, `count` of them; 0: without end.
+
+    Raises ConfigError where there is nothing to read at first; later that is a picture too.
+    """
     before, at = read(), time.monotonic()
     shown = 0
     while not count or shown < count:
         time.sleep(interval)
-        after, now = read(), time.monotonic()
-        yield view(Reading(before, after, now - at))
-        before, at, shown = after, now, shown + 1
+        try:
+            after, now = read(), time.monotonic()
+        except ConfigError as error:
+            yield f"{time.strftime('%H:%M:%S')} {error}; looking again"
+        else:
+            yield view(Reading(before, after, now - at))
+            before, at = after, now
+        shown += 1
 
 
 def fetch(url: str) -> Samples:
-    """The samples at this http:// address. Raises ConfigError where there are none."""
+    """The samples at this http:// address. Raises ConfigError where there are none of ours."""
     try:
         with urllib.request.urlopen(url, timeout=READ_SECONDS) as page:  # nosec B310
-            return parse(page.read().decode())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no metrics at {url}: {error}") from None
+            found = parse(page.read().decode())
+    except (OSError, HTTPException, ValueError) as error:
+        raise ConfigError(f"no metrics at {url}: {first_line(error)}") from None
+    if _key("serving", {}) not in found:
+        raise ConfigError(f"no metrics of prefixrank at {url}")
+    return found
 
 
 def parse(text: str) -> Samples:
@@ -79,6 +118,21 @@ def parse(text: str) -> Samples:
 
     families = text_string_to_metric_families(text)
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Answered calls of one kind, by their labels."""
+
+    method: str
+    priorities: tuple[str, ...]
+
+    def include(self, labels: Mapping[str, str]) -> bool:
+        return labels["method"] == self.method and labels["priority"] in self.priorities
+
+
+INTERACTIVE = Calls("score", ("normal", "high"))  # those of the objective
+OTHERS = {"low class": Calls("score", ("low",)), "beam search": Calls("beam_search", ("low", "normal", "high"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +160,15 @@ class Reading:
         rates = {value: self.rate(name, **{label: value}) for value in values}
         return {value: rate for value, rate in sorted(rates.items(), key=lambda x: -x[1]) if rate > 0}
 
-    def quantile(self, q: float, stage: str) -> float | None:
+    def quantile(self, q: float, stage: str, calls: Calls) -> float | None:
         """Seconds, interpolated within a bucket as Prometheus does; None where nothing was answered."""
-        buckets = sorted(
-            (float(dict(labels)["le"]), self.rate("stage_seconds_bucket", **dict(labels)))
-            for name, labels in self.after
-            if name == "prefixrank_stage_seconds_bucket" and dict(labels).get("stage") == stage
-        )
-        return quantile(q, buckets)
+        counts: dict[float, float] = {}
+        for name, labels in self.after:
+            told = dict(labels)
+            if name == "prefixrank_stage_seconds_bucket" and told["stage"] == stage and calls.include(told):
+                upper = float(told["le"])
+                counts[upper] = counts.get(upper, 0.0) + self.rate("stage_seconds_bucket", **told)
+        return quantile(q, sorted(counts.items()))
 
 
 def quantile(q: float, buckets: list[tuple[float, float]]) -> float | None:
@@ -136,9 +191,11 @@ def view(reading: Reading) -> RenderableType:
     from rich.table import Table
 
     stages = Table("stage", *(f"p{q * 100:g} ms" for q in QUANTILES), title="time of answered calls")
-    for stage in STAGES:
-        times = [reading.quantile(q, stage) for q in QUANTILES]
-        stages.add_row(stage, *("-" if t is None else f"{t * 1000:.1f}" for t in times))
+    rows = [(stage, stage, INTERACTIVE) for stage in STAGES]
+    rows += [(f"total, {name}", "total", kind) for name, kind in OTHERS.items()]
+    for name, stage, kind in rows:
+        times = [reading.quantile(q, stage, kind) for q in QUANTILES]
+        stages.add_row(name, *("-" if t is None else f"{t * 1000:.1f}" for t in times))
     calls = _rates("calls/s by code", reading.by("requests_total", "code"))
     documents = _rates("documents/s by status", reading.by("documents_total", "status"))
     strategies = _rates("documents/s by strategy", reading.by("strategy_documents_total", "strategy"))

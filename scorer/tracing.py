@@ -1,4 +1,5 @@
-"""OpenTelemetry: a span for each scoring call with one inside it for each stage, under the caller's trace."""
+"""OpenTelemetry: a span for each call of ScorerService but GetModelInfo, with one inside it for each stage that the
+answer tells of, under the caller's trace."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NO_TRACE: Mapping[str, str] = MappingProxyType({})
 STAGES = ("tokenize", "queue", "plan", "forward")  # in this order, and they do not overlap
 SERVICE = "prefixrank.v1.ScorerService"
 
-Answer = pb.ScoreResponse | pb.BeamSearchResponse
+Answer = pb.ScoreResponse | pb.BeamSearchResponse | pb.WarmPrefixResponse
 
 
 def trace_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> Mapping[str, str]:
@@ -103,9 +104,11 @@ class OtelTracer(Tracer):
         return _OtelSpan(self, span, now)
 
     def stages(self, parent: OtelSpan, response: Answer, began: int) -> None:
-        """A span for each stage of an answered call, one after the other."""
+        """A span for each stage of an answered call that tells them, one after the other."""
         from opentelemetry.trace import set_span_in_context
 
+        if isinstance(response, pb.WarmPrefixResponse):
+            return
         context = set_span_in_context(parent)
         for stage in STAGES:
             ended = began + round(getattr(response.timings, f"{stage}_seconds") * 1e9)
@@ -117,9 +120,22 @@ class OtelTracer(Tracer):
 
 
 def _answered(response: Answer) -> dict[str, int]:
+    if isinstance(response, pb.WarmPrefixResponse):
+        return {
+            "prefixrank.prefix_tokens": response.prefix_tokens,
+            "prefixrank.cached_prefix_tokens": response.cached_prefix_tokens,
+            "prefixrank.kept_tokens": response.kept_tokens,
+        }
     if isinstance(response, pb.BeamSearchResponse):
-        return {"prefixrank.sequences": len(response.sequences), "prefixrank.steps": response.steps}
-    return {"prefixrank.documents": len(response.results)}
+        own = {"prefixrank.sequences": len(response.sequences), "prefixrank.steps": response.steps}
+    else:
+        own = {"prefixrank.documents": len(response.results)}
+    return own | {
+        "prefixrank.prefix_tokens": response.usage.prefix_tokens,
+        "prefixrank.cached_prefix_tokens": response.usage.cached_prefix_tokens,
+        "prefixrank.computed_tokens": response.usage.computed_tokens,
+        "prefixrank.passes": response.passes,
+    }
 
 
 class _OtelSpan(Span):
@@ -131,18 +147,12 @@ class _OtelSpan(Span):
     def end(self, response: Answer, code: grpc.StatusCode) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        usage = response.usage
-        self._span.set_attributes(
-            {
-                "rpc.system": "grpc",
-                "rpc.grpc.status_code": code.value[0],
-                **_answered(response),
-                "prefixrank.prefix_tokens": usage.prefix_tokens,
-                "prefixrank.cached_prefix_tokens": usage.cached_prefix_tokens,
-                "prefixrank.computed_tokens": usage.computed_tokens,
-                "prefixrank.passes": response.passes,
-            }
-        )
+        told: dict[str, str | int] = {
+            "rpc.system": "grpc",
+            "rpc.grpc.status_code": code.value[0],
+            **_answered(response),
+        }
+        self._span.set_attributes(told)
         if code is grpc.StatusCode.OK:
             self._tracer.stages(self._span, response, self._began)
         else:

@@ -11,9 +11,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from scorer.http import rerank, score, texts
-from scorer.http.asking import Asker, CallerGone
+from scorer.http.asking import Asker, CallerGone, count_refused
 from scorer.http.gate import Gate
-from scorer.http.problems import BAD_REQUEST, HTTP_CODES, complaints, problem, shaped
+from scorer.http.problems import BAD_REQUEST, HTTP_CODES, complaints, problem, shaped, unread
 from scorer.refusal import Refusal, Refused
 from scorer.service import ScorerService
 
@@ -62,11 +62,14 @@ def _add_handlers(app: FastAPI, service: ScorerService) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        service.refused(grpc.StatusCode.INVALID_ARGUMENT)
+        count_refused(service, request, grpc.StatusCode.INVALID_ARGUMENT)
         return shaped(request.url.path, BAD_REQUEST, complaints(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == BAD_REQUEST:  # FastAPI's, of a body that json gave up on
+            count_refused(service, request, grpc.StatusCode.INVALID_ARGUMENT)
+            return shaped(request.url.path, BAD_REQUEST, unread(error.__cause__))
         return shaped(request.url.path, error.status_code, str(error.detail), error.headers)
 
     @app.exception_handler(Exception)

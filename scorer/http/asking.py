@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 
 import grpc
@@ -12,8 +13,10 @@ from starlette.requests import Request
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.access import ANYONE, Caller
 from scorer.errors import Unavailable
+from scorer.http.problems import PATHS
 from scorer.refusal import Refusal, Refused, refusal_of
 from scorer.service import ScorerService
+from scorer.together import Part
 from scorer.tracing import trace_of
 
 REQUEST_ID = "x-request-id"
@@ -38,13 +41,14 @@ class Asker:
         except Unavailable as error:
             raise Refused(refusal_of(error, grpc.StatusCode.UNAVAILABLE)) from None
 
-    async def score(self, asked: pb.ScoreRequest, request: Request) -> pb.ScoreResponse:
-        """Every document's result in the request's order. Raises Refused or CallerGone."""
+    async def score(self, asked: pb.ScoreRequest, request: Request, parts: Sequence[Part] = ()) -> pb.ScoreResponse:
+        """Every document's result in the request's order. parts: where it has several queries. Raises Refused or
+        CallerGone."""
         asked.request_id = _header(request, REQUEST_ID)
         asked.tenant = _header(request, TENANT)
         caller: Caller = request.scope.get("caller", ANYONE)
         work = asyncio.ensure_future(
-            self._service.answer(asked, self._timeout, caller, trace_of(request.headers.items()))
+            self._service.answer(asked, self._timeout, caller, trace_of(request.headers.items()), parts)
         )
         gone = asyncio.ensure_future(_gone(request))
         try:
@@ -97,6 +101,13 @@ def tokens(response: pb.ScoreResponse) -> int:
 def invalid(field: str, told: str) -> Refused:
     """A refusal of one field."""
     return Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {told}"))
+
+
+def count_refused(service: ScorerService, request: Request, code: grpc.StatusCode) -> None:
+    """Counts a request that was refused before it was one, where it was meant to score."""
+    if request.url.path in PATHS:
+        told = pb.ScoreRequest(request_id=_header(request, REQUEST_ID), tenant=_header(request, TENANT))
+        service.refused(code, request.scope.get("caller", ANYONE), told)
 
 
 def _header(request: Request, name: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 
@@ -15,7 +16,9 @@ from scorer.config import Config
 from scorer.errors import StartError
 from scorer.http.app import make_app
 from scorer.service import ScorerService
-from scorer.tls import Certificates
+from scorer.tls import Certificates, Renewal
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep theirs: else they send a request as we close
@@ -29,6 +32,21 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def renew(self, listener: socket.socket, context: ssl.SSLContext) -> None:
+        """Handshakes from now on are this context's. Raises OSError, and then they are the old one's.
+
+        A context never forgets an authority, nor who was let in by it and may resume; asyncio keeps to the context that
+        it began with. So another server listens on the same socket, and the old one, not its connections, is closed.
+        """
+        before, self.config.ssl = self.servers, context
+        try:
+            await self.startup(sockets=[listener.dup()])
+        except OSError:
+            self.servers = before
+            raise
+        for each in before:
+            each.close()
 
 
 @asynccontextmanager
@@ -47,17 +65,17 @@ async def listen_http(config: Config, service: ScorerService, certificates: Cert
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     settings.load()
-    context = None if certificates is None else certificates.context()
-    settings.ssl = context
+    renewal = None if certificates is None else Renewal(certificates, certificates.context)
+    settings.ssl = None if certificates is None else certificates.context()
     server = _Server(settings)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    reloading = asyncio.create_task(_reload(certificates, context))
+    serving = asyncio.create_task(server.serve(sockets=[listener.dup()]))
+    renewing = asyncio.create_task(_renew(server, listener, renewal))
     try:
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         yield int(listener.getsockname()[1])
     finally:
-        reloading.cancel()
+        renewing.cancel()
         server.should_exit = True
         await serving
         listener.close()
@@ -76,16 +94,15 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _reload(certificates: Certificates | None, context: ssl.SSLContext | None) -> None:
-    """Loads a renewed certificate into the context of the listening socket, for the connections to come."""
-    if certificates is None or context is None:
-        return
-    seen = certificates.state()
-    while True:
+async def _renew(server: _Server, listener: socket.socket, renewal: Renewal[ssl.SSLContext] | None) -> None:
+    """Gives the server a context of the new files whenever they change."""
+    context = None
+    while renewal is not None:
         await asyncio.sleep(RELOAD_SECONDS)
-        with suppress(OSError, ssl.SSLError):
-            state = certificates.state()
-            if state != seen:
-                certificates.context()
-                context.load_cert_chain(certificates.certificate, certificates.key)
-                seen = state
+        context = renewal() or context
+        if context is not None and server.started:
+            try:
+                await server.renew(listener, context)
+                context = None
+            except OSError as error:
+                log.error("the HTTP port cannot take the new certificates yet: %s", error)

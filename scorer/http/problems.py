@@ -73,22 +73,34 @@ def shaped(path: str, code: int, message: str, headers: Mapping[str, str] | None
 
 
 def complaints(errors: Sequence[Any]) -> str:
-    """What pydantic found wrong with a body, without what was sent."""
-    # What is no Unicode fits none of a field's alternatives: the others have nothing to say of it.
-    found = [error for error in errors if error["type"] == _NO_UNICODE] or errors
-    told = (f"{_place(error['loc'])}: {_SAID.get(error['type'], error['msg'])}" for error in found[:5])
-    return "; ".join(dict.fromkeys(told))
+    """What FastAPI and pydantic found wrong with a body, without what was sent."""
+    return "; ".join(dict.fromkeys(_complaint(error) for error in errors[:5]))
 
 
-_NO_UNICODE = "string_unicode"
-_SAID = {_NO_UNICODE: "no valid Unicode: a surrogate without its other half"}
-# How pydantic names one alternative of a field.
-_ALTERNATIVE = re.compile(r"[A-Z].*|str|constrained-str|list\[.*", re.DOTALL)
+def unread(error: BaseException | None) -> str:
+    """Why a body could not be read as JSON at all."""
+    if isinstance(error, RecursionError):
+        return "body: nested too deeply"
+    return "body: no JSON in UTF-8"
+
+
+_SAID = {
+    "string_unicode": "no valid Unicode: a surrogate without its other half",
+    "none_required": "Extra inputs are not permitted",  # the only fields that must be null are those nobody knows
+    "model_attributes_type": "Input should be an object",
+}
+_ALTERNATIVE = re.compile(r"<\w+>")  # the tag of one of a field's alternatives
+
+
+def _complaint(error: Any) -> str:
+    if error["type"] == "json_invalid":
+        return f"body: no JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
+    return f"{_place(error['loc'])}: {_SAID.get(error['type'], error['msg'])}"
 
 
 def _place(parts: Sequence[object]) -> str:
     # "body" is FastAPI's.
-    named = [str(part) for part in parts if part != "body" and not _ALTERNATIVE.fullmatch(str(part))]
+    named = [str(part) for part in parts[1:] if not _ALTERNATIVE.fullmatch(str(part))]
     return re.sub(r"\.(\d+)", r"[\1]", ".".join(named)) or "body"
 
 
@@ -133,6 +145,7 @@ def _ours(code: int, message: str) -> tuple[int, dict[str, Any]]:
     return code, {"message": message}
 
 
+# Of the paths that score.
 _SHAPES: dict[str, Callable[[int, str], tuple[int, dict[str, Any]]]] = {
     "/v1/rerank": _cohere_jina_voyage,
     "/v2/rerank": _cohere,
@@ -140,3 +153,4 @@ _SHAPES: dict[str, Callable[[int, str], tuple[int, dict[str, Any]]]] = {
     "/v1/score": _sglang,
     "/score": _vllm,
 }
+PATHS = frozenset(_SHAPES)

@@ -6,7 +6,7 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.http.asking import Asker, best_first, invalid, outputs, relevance, tokens
@@ -20,21 +20,51 @@ Text = Annotated[str, Field(min_length=1)]
 Model = Annotated[Unicode | None, Field(description="one model is served; its name is in the answer")]
 
 
-class Strict(BaseModel):
-    """A request: an unknown field is refused, never ignored."""
+def either(told: str) -> Discriminator:
+    """Of alternatives that are tagged TEXT, OBJECT, IDS, LIST or LISTS only the one that is meant is looked at."""
+    return Discriminator(_meant, "alternatives", f"Input should be {told}")
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+TEXT, OBJECT, IDS, LIST, LISTS = (Tag(name) for name in ("<text>", "<object>", "<ids>", "<list>", "<lists>"))
+
+
+def _meant(value: Any) -> str | None:
+    match value:
+        case str():
+            return TEXT.tag
+        case dict() | BaseModel():
+            return OBJECT.tag
+        case [list(), *_]:
+            return LISTS.tag
+        case [int(), *_]:
+            return IDS.tag
+        case list():
+            return LIST.tag
+    return None
+
+
+class Strict(BaseModel):
+    """A request: an unknown field is refused, never ignored. Null is as good as absent, whatever the field: clients
+    send what they were not given as null."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, None] = Field(init=False)
 
 
 class TextDocument(Strict):
     text: Unicode
 
 
+TextOrObject = Annotated[
+    Annotated[Unicode, TEXT] | Annotated[TextDocument, OBJECT], either("a text or an object with a text")
+]
+
+
 class RerankV1(Strict):
     """Cohere's v1, Jina's and Voyage's request. With top_k or truncation the answer is Voyage's."""
 
     query: Text
-    documents: Annotated[list[Unicode | TextDocument], Field(min_length=1)]
+    documents: Annotated[list[TextOrObject], Field(min_length=1)]
     model: Model = None
     top_n: Positive | None = None
     top_k: Positive | None = None
@@ -57,7 +87,7 @@ class RerankV2(Strict):
     top_n: Positive | None = None
     max_tokens_per_doc: Positive | None = None
     return_documents: bool | None = None
-    priority: Annotated[int, Field(ge=0, le=999, description="0 first; above 0 is the low class")] = 0
+    priority: Annotated[int | None, Field(ge=0, le=999, description="0 first; above 0 is the low class")] = 0
 
 
 class Result(BaseModel):

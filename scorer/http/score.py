@@ -13,21 +13,26 @@ from pydantic import BaseModel, Field
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.http.asking import Asker, invalid, outputs, relevance, require_all, tokens
-from scorer.http.rerank import UINT32, Model, Strict, Text, Unicode
+from scorer.http.rerank import IDS, LIST, LISTS, TEXT, UINT32, Model, Strict, Text, Unicode, either
+from scorer.together import Part
 
 TokenId = Annotated[int, Field(ge=0, le=UINT32)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1)]
 
 
 class ItemsRequest(Strict):
     """SGLang's request: query and items are the whole prompt as text or ids; no template goes around them.
     label_token_ids: one or two; unset: the profile's."""
 
-    query: Text | Ids
-    items: Annotated[Text | list[Text] | list[Ids], Field(min_length=1)]
+    query: Annotated[Annotated[Text, TEXT] | Annotated[Ids, IDS], either("a text or a list of token ids")]
+    items: Annotated[
+        Annotated[Text, TEXT] | Annotated[Texts, LIST] | Annotated[list[Ids], LISTS],
+        either("a text, a list of texts or a list of lists of token ids"),
+    ]
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2)] | None = None
-    apply_softmax: bool = False
-    item_first: bool = False
+    apply_softmax: bool | None = False
+    item_first: bool | None = False
     model: Model = None
 
 
@@ -49,10 +54,13 @@ class ItemsAnswer(BaseModel):
 class PairsRequest(Strict):
     """vLLM's request: one text_1 and one or more text_2, or as many of the one as of the other."""
 
-    text_1: Text | Annotated[list[Text], Field(min_length=1)]
-    text_2: Unicode | Annotated[list[Unicode], Field(min_length=1)]
+    text_1: Annotated[Annotated[Text, TEXT] | Annotated[Texts, LIST], either("a text or a list of texts")]
+    text_2: Annotated[
+        Annotated[Unicode, TEXT] | Annotated[list[Unicode], Field(min_length=1), LIST],
+        either("a text or a list of texts"),
+    ]
     model: Model = None
-    use_activation: bool = True
+    use_activation: bool | None = True
 
 
 class PairScore(BaseModel):
@@ -79,7 +87,7 @@ def router(asker: Asker, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
         """As SGLang."""
         response = await asker.score(_items_request(body), request)
         require_all(response, "items")
-        scores = [_probabilities(result.label_logits, body.apply_softmax) for result in response.results]
+        scores = [_probabilities(result.label_logits, bool(body.apply_softmax)) for result in response.results]
         return ItemsAnswer(scores=scores, model=response.model, usage=_usage(tokens(response)))
 
     @made.post("/score")
@@ -123,40 +131,38 @@ def _probabilities(labels: Sequence[pb.LabelScore], softmax: bool) -> list[float
 
 
 async def _score_pairs(asker: Asker, body: PairsRequest, request: Request) -> PairsAnswer:
-    pairs = _pairs(body)
-    groups: dict[str, list[int]] = {}
-    for place, (query, _) in enumerate(pairs):
-        groups.setdefault(query, []).append(place)
-    scores = [0.0] * len(pairs)
-    counted = 0
-    for query, places in groups.items():
-        asked = pb.ScoreRequest(
-            query=pb.QueryPrefix(text=query),
-            documents=[pb.Document(text=pairs[place][1]) for place in places],
-            options=pb.ScoreOptions(outputs=outputs(asker.info())),
-        )
-        response = await asker.score(asked, request)
-        require_all(response, "text_2")
-        counted += tokens(response)
-        for place, result in zip(places, response.results, strict=True):
-            scores[place] = relevance(result) if body.use_activation else result.score
+    queries, documents = _pairs(body)
+    places: dict[str, list[int]] = {}
+    for place, query in enumerate(queries):
+        places.setdefault(query, []).append(place)
+    asked = pb.ScoreRequest(
+        documents=[pb.Document(text=text) for text in documents],
+        options=pb.ScoreOptions(outputs=outputs(asker.info())),
+    )
+    parts = [Part(query, found) for query, found in places.items()]
+    if len(parts) == 1:
+        asked.query.text, parts = parts[0].query, []
+    response = await asker.score(asked, request, parts)
+    require_all(response, "text_2")
+    scores = [result.score if body.use_activation is False else relevance(result) for result in response.results]
     return PairsAnswer(
         id=f"score-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=asker.info().model,
+        model=response.model,
         data=[PairScore(index=place, score=score) for place, score in enumerate(scores)],
-        usage=_usage(counted),
+        usage=_usage(tokens(response)),
     )
 
 
-def _pairs(body: PairsRequest) -> list[tuple[str, str]]:
+def _pairs(body: PairsRequest) -> tuple[list[str], list[str]]:
+    """A query for each document, and the documents."""
     queries = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     documents = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if len(queries) == 1:
         queries = queries * len(documents)
     if len(queries) != len(documents):
         raise invalid("text_2", f"one text_1, or as many as text_2: got {len(queries)} and {len(documents)}")
-    return list(zip(queries, documents, strict=True))
+    return queries, documents
 
 
 def _usage(counted: int) -> ScoreUsage:

@@ -11,7 +11,7 @@ from prefixrank.v1 import scorer_pb2 as pb
 from scorer.http.asking import Asker, best_first, outputs, relevance, require_all
 from scorer.http.rerank import Strict, Text, Unicode
 
-_SIDES = {"Right": pb.TRUNCATION_RIGHT, "Left": pb.TRUNCATION_LEFT}
+_SIDES = {"right": pb.TRUNCATION_RIGHT, "left": pb.TRUNCATION_LEFT}
 
 
 class TextsRequest(Strict):
@@ -19,10 +19,10 @@ class TextsRequest(Strict):
 
     query: Text
     texts: Annotated[list[Unicode], Field(min_length=1)]
-    raw_scores: bool = False
-    return_text: bool = False
+    raw_scores: bool | None = False
+    return_text: bool | None = False
     truncate: bool | None = None
-    truncation_direction: Literal["Left", "Right"] = "Right"
+    truncation_direction: Literal["Left", "Right", "left", "right"] | None = "Right"
 
 
 class Rank(BaseModel):
@@ -40,7 +40,8 @@ def router(asker: Asker, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
     @made.post("/rerank", response_model_exclude_none=True)
     async def rerank(body: TextsRequest, request: Request) -> list[Rank]:
         """As text-embeddings-inference."""
-        side = pb.TRUNCATION_NONE if body.truncate is False else _SIDES[body.truncation_direction]
+        side = _SIDES[(body.truncation_direction or "right").lower()]
+        side = pb.TRUNCATION_NONE if body.truncate is False else side
         asked = pb.ScoreRequest(
             query=pb.QueryPrefix(text=body.query),
             documents=[pb.Document(text=text) for text in body.texts],

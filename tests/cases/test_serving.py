@@ -448,5 +448,6 @@ def test_metrics_before_traffic(given):
         assert before[f"prefixrank_{name}",] == 0
     metrics.answered(*an_answer(total_seconds=0.005))
     after = samples(metrics)
-    assert after["prefixrank_stage_seconds_bucket", ("le", "0.01"), ("stage", "total")] == 1
+    kind = ("method", "score"), ("priority", "normal"), ("stage", "total")
+    assert after["prefixrank_stage_seconds_bucket", ("le", "0.01"), *kind] == 1
     assert set(before) == set(after), "no series appears with traffic"

@@ -201,7 +201,10 @@ def test_all_that_is_wrong_is_told_at_once(server):
 
 def test_calls_are_counted_as_scores_are(server):
     before, steps = ended(server.at.metrics).get("OK", 0), server.metric("beam_steps_total")
-    response = send(server, asked(ignore_eos=True))
+    timed = {"stage": "total", "method": "beam_search", "priority": "low"}
+    searches = server.metric("stage_seconds_count", **timed)
+    response = send(server, asked(ignore_eos=True, priority=pb.PRIORITY_LOW))
+    assert server.metric("stage_seconds_count", **timed) == searches + 1
     assert ended(server.at.metrics)["OK"] == before + 1
     assert server.metric("beam_steps_total") == steps + response.steps
     assert server.metric("beam_sequences_total", end="length") >= 4

@@ -87,3 +87,20 @@ def test_tenant_weights_come_as_text_or_as_a_table(tmp_path):
 def test_a_weight_that_is_none_stops_the_start(bad):
     with pytest.raises(ConfigError, match="tenant_weights"):
         Config.read({"tenant_weights": bad}, {})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("foo", "localhost", "localhost:4317", "ftp://x:1", "http://", "http://:4317", "http://host", "http://host:0"),
+        *("http://host:99999", "http://host:port", "http://host:1/v1/traces", "http://me@host:1", "http://a b:1", ""),
+    ],
+)
+def test_a_collector_that_would_get_no_span_stops_the_start(bad):
+    with pytest.raises(ConfigError, match="otlp_endpoint"):
+        Config.read({"otlp_endpoint": bad}, {})
+
+
+@pytest.mark.parametrize("good", ["http://localhost:4317", "https://otel.svc:4317/", "http://[::1]:4317"])
+def test_a_collectors_address_is_taken(good):
+    assert Config.read({"otlp_endpoint": good}, {}).otlp_endpoint == good

@@ -1,4 +1,5 @@
 import urllib.request
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from batching.observer import Observer
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer.metrics import STAGES, Metrics
+from scorer.metrics import METHODS, STAGES, Metrics
+
+SCORED = (("method", "score"), ("priority", "normal"))
 
 
 def samples(metrics):
@@ -24,8 +27,9 @@ def test_every_series_is_there_at_zero_before_traffic():
         assert before["prefixrank_requests_total", ("code", code)] == 0
     for status in ("ok", "empty", "too_long", "numeric_error", "deadline", "invalid"):
         assert before["prefixrank_documents_total", ("status", status)] == 0
-    for stage in STAGES:
-        assert before["prefixrank_stage_seconds_count", ("stage", stage)] == 0
+    for method, priority, stage in product(METHODS, ("low", "normal", "high"), STAGES):
+        labels = ("method", method), ("priority", priority), ("stage", stage)
+        assert before["prefixrank_stage_seconds_count", *labels] == 0
     for reason in ("queue_full", "deadline", "tenant_share"):
         assert before["prefixrank_admission_refusals_total", ("reason", reason)] == 0
     for found in ("pages", "nowhere"):
@@ -85,6 +89,26 @@ def test_an_answer_is_counted_with_the_documents_that_its_reply_left_out():
     assert after["prefixrank_request_tokens_sum",] == 15
 
 
+@pytest.mark.parametrize(
+    ("priority", "told"),
+    [
+        (pb.PRIORITY_UNSPECIFIED, "normal"),
+        (pb.PRIORITY_LOW, "low"),
+        (pb.PRIORITY_NORMAL, "normal"),
+        (pb.PRIORITY_HIGH, "high"),
+    ],
+)
+def test_times_tell_the_method_and_the_class(priority, told):
+    metrics = Metrics("1")
+    metrics.answered(*answer(total_seconds=1), priority)
+    metrics.searched(pb.BeamSearchResponse(timings=pb.Timings(total_seconds=2)), priority)
+    seconds = {key[1:]: value for key, value in samples(metrics).items() if key[0] == "prefixrank_stage_seconds_sum"}
+    assert {key: value for key, value in seconds.items() if value} == {
+        (("method", "score"), ("priority", told), ("stage", "total")): 1,
+        (("method", "beam_search"), ("priority", told), ("stage", "total")): 2,
+    }
+
+
 def test_five_milliseconds_land_in_a_bucket_of_at_most_ten():
     metrics = Metrics("1")
     metrics.answered(*answer(forward_seconds=0.005))
@@ -92,7 +116,7 @@ def test_five_milliseconds_land_in_a_bucket_of_at_most_ten():
     at_most = {
         float(dict(key[1:])["le"]): value
         for key, value in after.items()
-        if key[0] == "prefixrank_stage_seconds_bucket" and ("stage", "forward") in key
+        if key[0] == "prefixrank_stage_seconds_bucket" and {("stage", "forward"), *SCORED} <= {*key[1:]}
     }
     assert at_most[0.01] == 1
     assert at_most[0.002] == 0

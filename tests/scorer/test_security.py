@@ -1,17 +1,27 @@
 """Tokens and certificates on a listening server, called by real clients."""
 
 import asyncio
+import json
 import re
+import socket
+import ssl
 import urllib.request
+from contextlib import suppress
 
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from prefixrank.v1 import scorer_pb2 as pb
+from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.__main__ import main
-from scorer.client import AsyncScorerClient, ScorerError
+from scorer.access import CHECK_SECONDS
+from scorer.client import AsyncScorerClient, ScorerError, build_request
+from scorer.demo import Server
 from tests.certificates import Pki
 from tests.scorer.test_server import SERVING, Life, health, run
+from tests.scorer.test_service import until
+from tests.tiny import tiny_model_dir
 
 TOKEN, SHOP_TOKEN = "a-token-of-sixteen-or-more", "the-shops-token-0123456789"
 
@@ -77,6 +87,44 @@ def test_a_token_is_one_tenants(tokens, caplog):
     run(scenario)
     records = [r for r in caplog.records if r.name == "scorer.access"]
     assert [(r.tenant, r.code) for r in records] == [("shop", "OK"), ("bank", "PERMISSION_DENIED")]
+
+
+def test_a_token_that_is_taken_away_ends_an_open_stream(tmp_path):
+    """What was asked before is answered; a stream whose token stays goes on."""
+    path = tmp_path / "tokens"
+    path.write_text(f"{TOKEN}\n{SHOP_TOKEN}\n")
+
+    async def ask(call, name):
+        await call.write(pb.ScoreStreamRequest(request=build_request("q", ["a"], request_id=name)))
+
+    async def scenario():
+        async with (
+            Life(auth_tokens_file=str(path)) as life,
+            grpc.aio.insecure_channel(await life.listening()) as channel,
+        ):
+            stub = pb_grpc.ScorerServiceStub(channel)
+            gone, kept = (
+                stub.ScoreStream(metadata=[("authorization", f"Bearer {token}")]) for token in (TOKEN, SHOP_TOKEN)
+            )
+            life.runtime.batcher.gate.clear()
+            await ask(gone, "before")
+            await until(lambda: life.runtime.batcher.submitted == 1)
+            path.write_text(f"{SHOP_TOKEN}\n")
+            await asyncio.sleep(CHECK_SECONDS)
+            await ask(gone, "after")
+            await ask(kept, "after")
+            await until(lambda: life.runtime.batcher.submitted == 2)
+            life.runtime.batcher.gate.set()
+            assert (await gone.read()).request_id == "before"
+            assert await gone.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert (await kept.read()).response.request_id == "after"
+            await kept.done_writing()
+            assert await kept.code() is grpc.StatusCode.OK
+            assert life.runtime.batcher.submitted == 2
+            page = (await asyncio.to_thread(urllib.request.urlopen, f"http://{life.addresses.metrics}/metrics")).read()
+            assert b'prefixrank_requests_total{code="UNAUTHENTICATED"} 1.0' in page
+
+    run(scenario)
 
 
 def test_a_caller_over_its_rate_is_told_when_to_come_again(tokens):
@@ -176,3 +224,23 @@ def test_the_command_line_gets_in_with_a_token_and_certificates(pki, tokens, cap
     assert "UNAUTHENTICATED" in told.err
     assert "need --server-ca" in told.err
     assert "cannot read" in told.err
+
+
+def test_a_handshake_that_fails_leaves_the_log_json(pki, tmp_path):
+    settings = [f"--{name.replace('_', '-')}={value}" for name, value in pki.settings().items()]
+    model = tiny_model_dir(tmp_path / "model")
+    server = Server([f"--model={model}", "--profile=instruct", "--threads=1", *settings])
+    try:
+        host, _, port = server.wait_until_listening().rpartition(":")
+        context = ssl.create_default_context(cafile=pki.path("ca.crt"))
+        context.set_alpn_protocols(["h2"])
+        with (
+            suppress(OSError),  # it is let down at once or when it reads
+            socket.create_connection((host, int(port)), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as stranger,
+        ):
+            while stranger.recv(1024):
+                pass
+    finally:
+        assert server.stop() == 0
+    assert [json.loads(line)["event"] for line in server.tail][-1].startswith("draining")

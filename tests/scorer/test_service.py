@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import grpc
@@ -521,6 +522,17 @@ async def until(condition, seconds=5.0):
             await asyncio.sleep(0.005)
 
 
+def test_the_low_class_has_times_of_its_own():
+    async def scenario():
+        async with served(FakeRuntime()) as at:
+            await at.client.score_request(build_request("q", ["a"], priority=pb.PRIORITY_LOW))
+            return at.metrics.registry
+
+    labels = {"method": "score", "stage": "total"}
+    count = partial(asyncio.run(scenario()).get_sample_value, "prefixrank_stage_seconds_count")
+    assert (count({**labels, "priority": "low"}), count({**labels, "priority": "normal"})) == (1, 0)
+
+
 def test_a_deadline_and_a_cancellation_are_counted_as_what_they_are_and_stop_the_work():
     async def scenario():
         runtime = FakeRuntime()
@@ -636,13 +648,13 @@ def model_dir(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
-def really(model_dir, scenario):
+def really(model_dir, scenario, **limits):
     """Runs `scenario(at, runtime)` on a server that scores for real."""
 
     async def run():
         runtime = Runtime.load(Config.read({"model": str(model_dir), "profile": "instruct"}, environ={}))
         try:
-            async with served(runtime) as at:
+            async with served(runtime, **limits) as at:
                 return await scenario(at, runtime)
         finally:
             await runtime.batcher.drain()

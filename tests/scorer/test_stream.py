@@ -7,12 +7,16 @@ import time
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from batching.errors import CannotFinish, Expired
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer import stream as streaming
 from scorer.client import ScorerClient, ScorerError, build_request
+from scorer.tracing import OtelTracer
 from tests.scorer.test_service import FakeRuntime, count, ended, really, served
 from tests.tiny import tiny_model_dir
 
@@ -468,7 +472,7 @@ def test_where_the_query_stands_in_the_items_there_is_nothing_to_warm():
 
 @pytest.mark.parametrize("method", ["WarmPrefix", "Score", "BeamSearch"])
 @pytest.mark.parametrize("end", ["OK", "DEADLINE_EXCEEDED", "CANCELLED", "INVALID_ARGUMENT"])
-def test_every_kind_of_call_is_counted_and_logged_as_its_caller_saw_it(method, end, caplog, model_dir):
+def test_every_kind_of_call_is_counted_logged_and_traced_as_its_caller_saw_it(method, end, caplog, model_dir):
     caplog.set_level("INFO", "scorer.access")
     ids = [] if end == "INVALID_ARGUMENT" else [40, 41, 42]
     asked = {
@@ -503,7 +507,13 @@ def test_every_kind_of_call_is_counted_and_logged_as_its_caller_saw_it(method, e
             await asyncio.sleep(0.01)  # the log's line is behind the reply
             return code.name, ended(at.metrics)
 
-    code, codes = really(model_dir, scenario)
+    traces, spans = TracerProvider(), InMemorySpanExporter()
+    traces.add_span_processor(SimpleSpanProcessor(spans))
+    code, codes = really(model_dir, scenario, tracer=OtelTracer(traces))
+    (span,) = [s for s in spans.get_finished_spans() if s.parent is None]
+    status = grpc.StatusCode[end].value[0]
+    assert (span.name.rpartition("/")[2], span.attributes["rpc.grpc.status_code"]) == (method, status)
+    assert (span.attributes["prefixrank.prefix_tokens"] > 0) == span.status.is_unset == (end == "OK")
     (record,) = [r for r in caplog.records if r.name == "scorer.access"]
     assert (code, codes, record.code) == (end, {end: 1}, end)
     assert (record.request_id, record.tenant, record.message) == (

@@ -3,13 +3,15 @@ import io
 import math
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest, start_http_server
 from rich.console import Console
 
+from prefixrank.v1 import scorer_pb2 as pb
 from scorer.__main__ import main
 from scorer.client import AsyncScorerClient
+from scorer.errors import ConfigError
 from scorer.metrics import Metrics
-from scorer.top import Reading, parse, quantile, view
+from scorer.top import INTERACTIVE, OTHERS, Reading, parse, quantile, view, views
 from tests.scorer.test_metrics import answer
 from tests.scorer.test_server import Life, run
 
@@ -47,11 +49,25 @@ def test_rates_are_of_the_time_between_two_readings():
     assert reading.rate("computed_tokens_total") == 60
     assert reading.by("requests_total", "code") == {"OK": 5}
     assert reading.by("documents_total", "status") == {"ok": 5, "numeric_error": 5}
-    assert 0.02 < reading.quantile(0.99, "total") <= 0.05
-    assert reading.quantile(0.99, "forward") <= 0.001
+    assert 0.02 < reading.quantile(0.99, "total", INTERACTIVE) <= 0.05
+    assert reading.quantile(0.99, "forward", INTERACTIVE) <= 0.001
     told = shown(reading)
     assert told.startswith("serving   in flight 0")
     assert "computed 60 tokens/s   saved 20%" in told
+
+
+def test_bulk_jobs_and_searches_have_rows_of_their_own():
+    metrics = Metrics("1")
+    before = page(metrics)
+    metrics.answered(*answer(total_seconds=0.05), pb.PRIORITY_HIGH)
+    metrics.answered(*answer(total_seconds=0.05))
+    metrics.answered(*answer(total_seconds=5), pb.PRIORITY_LOW)
+    metrics.searched(pb.BeamSearchResponse(timings=pb.Timings(total_seconds=1.5)), pb.PRIORITY_HIGH)
+    reading = Reading(before, page(metrics), 1.0)
+    assert 0.02 < reading.quantile(0.99, "total", INTERACTIVE) <= 0.05
+    assert 2 < reading.quantile(0.5, "total", OTHERS["low class"]) <= 5
+    assert 1 < reading.quantile(0.5, "total", OTHERS["beam search"]) <= 2
+    assert "total, beam search" in shown(reading)
 
 
 def test_a_server_that_started_anew_counts_from_zero():
@@ -79,6 +95,65 @@ def test_it_looks_at_a_listening_server(capsys):
     told = capsys.readouterr().out
     assert told.count("time of answered calls") == 2
     assert "OK" in told
+
+
+def test_a_server_that_starts_anew_is_waited_for():
+    serving = Metrics("1")
+    serving.serving.set(1)
+    gone = ConfigError("no metrics at http://h:1/metrics: refused")
+    answers = iter([page(serving), page(serving), gone, gone, page(serving)])
+
+    def read():
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    console = Console(width=160, record=True, file=io.StringIO())
+    for each in views(read, 0.001, 4):
+        console.print(each)
+    lines = [line for line in console.export_text().splitlines() if "serving" in line or "looking again" in line]
+    assert ["looking again" in line for line in lines] == [False, True, True, False]
+    with pytest.raises(ConfigError):
+        next(views(fails, 0.001, 1))
+
+
+def fails():
+    raise ConfigError("no metrics")
+
+
+def test_what_is_no_metrics_page_of_ours_is_a_clear_error(capsys):
+    async def scenario():
+        registry = CollectorRegistry()
+        Counter("others", "of another program", registry=registry).inc()
+        other, thread = start_http_server(0, "127.0.0.1", registry)
+        async with Life() as life:
+            for target in (await life.listening(), f"127.0.0.1:{other.server_port}"):
+                assert await asyncio.to_thread(main, ["top", f"--target={target}", "--count=1"]) == 2
+        await asyncio.to_thread(other.shutdown)
+        other.server_close()
+        thread.join()
+
+    run(scenario)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("prefixrank: no metrics at http://127.0.0.1:")
+    assert told[1].startswith("prefixrank: no metrics of prefixrank at http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--target=http://host:1", "--target: HOST:PORT, got 'http://host:1'"),
+        ("--target=host", "--target: HOST:PORT, got 'host'"),
+        ("--target=host:99999", "--target: invalid address value: 'host:99999'"),
+        ("--interval=-1", "--interval: between 0.1 and 3600, got -1"),
+        ("--interval=nan", "--interval: between 0.1 and 3600, got nan"),
+        ("--count=-1", "--count: at least 0, got -1"),
+    ],
+)
+def test_a_wrong_argument_is_told(flag, told, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["top", flag])
+    assert told in capsys.readouterr().err
 
 
 def test_no_metrics_are_a_clear_error(capsys):

@@ -13,6 +13,9 @@ import httpx
 import pytest
 
 from batching.errors import DeviceFailed, Expired, QueueFull
+from prefixrank.v1 import scorer_pb2 as pb
+from scorer.errors import InvalidRequest
+from scorer.http import listener
 from scorer.http.problems import HTTP_CODES
 from scorer.http.rerank import RerankV1, RerankV2
 from scorer.http.score import ItemsRequest, PairsRequest
@@ -132,6 +135,89 @@ def test_vllm_one_against_many_and_pairs():
     assert asked("/score", {"text_1": "q", "text_2": DOCUMENTS[0]}).json()["data"][0]["score"] < 0.5
 
 
+PAIRS = {"text_1": ["a", "b", "a", "c"], "text_2": [*DOCUMENTS, "logits 7 2"], "use_activation": False}
+
+
+def test_pairs_with_several_queries_are_one_call(caplog):
+    """One of the caller's rate, of the counts, of the log, of the documents' limit and of the deadline."""
+    caplog.set_level("INFO", "scorer.access")
+
+    async def scenario():
+        async with Http(max_requests_per_second=0.001) as http:
+            http.runtime.batcher.gate.clear()
+            call = asyncio.create_task(http.post("/score", PAIRS, headers={"x-request-id": "r-1"}))
+            await until(lambda: http.runtime.batcher.submitted == 3)  # all of them, before one is answered
+            http.runtime.batcher.gate.set()
+            answer = await call
+            assert [d["score"] for d in answer.json()["data"]] == pytest.approx([-1, 2, 1, 5])
+            assert answer.json()["usage"]["total_tokens"] == 3 * 10 + 4 * 3
+            page = (await http.client.get(f"http://{http.addresses.metrics}/metrics")).text
+            for line in (
+                'requests_total{code="OK"} 1.0',
+                'documents_total{status="ok"} 4.0',
+                "request_documents_count 1.0",
+                "request_documents_sum 4.0",
+            ):
+                assert f"prefixrank_{line}" in page
+            assert (await http.post("/score", PAIRS)).status_code == 429
+            assert http.runtime.batcher.submitted == 3
+
+    run(scenario)
+    records = [r for r in caplog.records if r.name == "scorer.access"]
+    assert [(r.request_id, r.code, r.documents) for r in records] == [
+        ("r-1", "OK", 4),
+        ("", "RESOURCE_EXHAUSTED", 4),
+    ]
+
+
+def test_pairs_have_one_deadline():
+    async def scenario():
+        async with Http(http_timeout_seconds=0.2) as http:
+            http.runtime.batcher.gate.clear()
+            assert (await http.post("/score", PAIRS)).status_code == 504
+            assert len(set(http.runtime.batcher.deadlines)) == 1
+            await until(lambda: http.runtime.batcher.cancelled == 3)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"text_1": ["a", "b"], "text_2": ["ok", ""]}, "text_2[1]: EMPTY"),
+        ({"text_1": ["a", "b", "a"], "text_2": ["ok", "ok", " "]}, "text_2[2]: EMPTY"),
+        ({"text_1": ["a", "b"] * 1001, "text_2": ["ok"] * 2002}, "text_2: between 1 and 2000 documents, got 2002"),
+    ],
+)
+def test_of_pairs_the_bad_one_is_named(body, told):
+    runtime = FakeRuntime()
+    answer = asked("/score", body, runtime)
+    assert answer.status_code == 400
+    assert message("/score", answer).startswith(told)
+    assert runtime.batcher.submitted <= 2
+
+
+@pytest.mark.parametrize(("field", "told"), [("query.text", "text_1[3]"), ("documents[0].text", "text_2[3].text")])
+def test_one_query_that_fails_ends_the_others(field, told):
+    async def scenario():
+        runtime = FakeRuntime()
+        tokenize = runtime.tokenization.tokenize
+
+        def picky(request):
+            if request.query.text == "c":
+                raise InvalidRequest.of(field, "not so", "c")
+            return tokenize(request)
+
+        runtime.tokenization.tokenize = picky
+        async with Http(runtime) as http:
+            http.runtime.batcher.gate.clear()
+            answer = await http.post("/score", PAIRS)
+            assert (answer.status_code, message("/score", answer)) == (400, f"{told}: not so, got c")
+            assert runtime.batcher.cancelled == runtime.batcher.submitted
+
+    run(scenario)
+
+
 def test_a_single_labels_relevance_is_its_probability_in_the_vocabulary():
     runtime = FakeRuntime(labels=[Label("yes", 1)])
     runtime.batcher._scored = lambda item, normalize: single_label(normalize)
@@ -205,6 +291,129 @@ def test_a_bad_field_is_named(path, body, told):
     answer = asked(path, body)
     assert answer.status_code == (422 if path == "/rerank" else 400)
     assert told in message(path, answer)
+
+
+V1 = "/v1/rerank"
+ITEMS = "items: Input should be a text, a list of texts or a list of lists of token ids"
+WRONG_KINDS = [
+    ("/v1/score", {"query": "q", "items": [1]}, ITEMS),
+    ("/v1/score", {"query": "q", "items": 1}, ITEMS),
+    ("/v1/score", {"query": "q", "items": ["a", 1]}, "items[1]: Input should be a valid string"),
+    ("/v1/score", {"query": [1], "items": [[1], [-1]]}, "items[1][0]: Input should be greater than or equal to 0"),
+    ("/v1/score", {"query": "q", "items": []}, "items: List should have at least 1 item after validation, not 0"),
+    ("/v1/score", {"query": {}, "items": ["a"]}, "query: Input should be a text or a list of token ids"),
+    ("/score", {"text_1": 1, "text_2": "a"}, "text_1: Input should be a text or a list of texts"),
+    ("/score", {"text_1": "q", "text_2": [[]]}, "text_2: Input should be a text or a list of texts"),
+    (
+        "/v1/rerank",
+        {"query": "q", "documents": ["a", 1]},
+        "documents[1]: Input should be a text or an object with a text",
+    ),
+    (V1, {"query": "q", "documents": [{}]}, "documents[0].text: Field required"),
+    (
+        "/v1/rerank",
+        {"query": "q", "documents": [{"text": "a", "x": 1}]},
+        "documents[0].x: Extra inputs are not permitted",
+    ),
+    (V1, {"query": None, "documents": ["a"]}, "query: Input should be a valid string"),
+    ("/v2/rerank", [1], "body: Input should be an object"),
+]
+
+
+def test_what_is_wrong_is_told_once_and_not_every_alternative():
+    async def scenario():
+        async with Http() as http:
+            for path, body, told in WRONG_KINDS:
+                assert message(path, await http.post(path, body)) == told
+
+    run(scenario)
+
+
+GZIP = {"content-encoding": "gzip"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "told"),
+    [
+        (b'{"query":', {}, "body: no JSON: Expecting value at character 9"),
+        (b"\x80", {}, "body: no JSON in UTF-8"),
+        (b"[" * 100_000, {}, "body: nested too deeply"),
+        (b"{}", GZIP, "content-encoding: only a body as it is, got 'gzip'"),
+        (b"{}", {"content-type": "text/plain"}, "content-type: application/json, got 'text/plain'"),
+        (b"{}", {"content-type": ""}, "content-type: application/json, got ''"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_told_why_counted_and_logged(body, headers, told, caplog):
+    caplog.set_level("INFO", "scorer.access")
+
+    async def scenario():
+        async with Http() as http:
+            headers_ = {"content-type": "application/json", "x-request-id": "r-1"} | headers
+            for path in PATHS:
+                answer = await http.client.post(path, content=body, headers=headers_)
+                assert (answer.status_code, message(path, answer)) == (422 if path == "/rerank" else 400, told)
+            page = (await http.client.get(f"http://{http.addresses.metrics}/metrics")).text
+            assert f'prefixrank_requests_total{{code="INVALID_ARGUMENT"}} {len(PATHS)}.0' in page
+
+    run(scenario)
+    records = [(r.request_id, r.code, r.caller) for r in caplog.records if r.name == "scorer.access"]
+    assert records == [("r-1", "INVALID_ARGUMENT", "anyone")] * len(PATHS)
+
+
+def test_json_has_many_names():
+    async def scenario():
+        async with Http() as http:
+            for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
+                data, headers = json.dumps(BODIES["/v2/rerank"]), {"content-type": kind}
+                answer = await http.client.post("/v2/rerank", content=data, headers=headers)
+                assert answer.status_code == 200, answer.text
+
+    run(scenario)
+
+
+NAMES = {
+    "/v1/rerank": RerankV1,
+    "/v2/rerank": RerankV2,
+    "/rerank": TextsRequest,
+    "/v1/score": ItemsRequest,
+    "/score": PairsRequest,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_null_is_as_good_as_absent(path):
+    """Clients send what they were not given as null, fields that we do not know among it."""
+    optional = [name for name, field in NAMES[path].model_fields.items() if not field.is_required()]
+    kept = {"top_k", "truncation"}  # they tell Voyage's client from others, null or not
+
+    def same(answer):
+        return {key: value for key, value in answer.items() if key not in ("id", "created")}
+
+    async def scenario():
+        async with Http() as http:
+            plain = (await http.post(path)).json()
+            for names in ([n for n in optional if n not in kept], ["max_chunks_per_doc", "of_the_future"]):
+                answer = await http.post(path, BODIES[path] | dict.fromkeys(names))
+                assert answer.status_code == 200, answer.text
+                told = answer.json()
+                assert told == plain if isinstance(plain, list) else same(told) == same(plain)
+            assert (await http.post(path, BODIES[path] | {"of_the_future": 1})).status_code in (400, 422)
+
+    run(scenario)
+
+
+def test_voyages_nulls_get_voyages_answer():
+    told = asked("/v1/rerank", {**BODIES["/v1/rerank"], "top_k": None}).json()
+    assert [r["index"] for r in told["data"]] == [1, 2, 0]
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "LEFT"), ("Left", "LEFT"), ("right", "RIGHT"), ("Right", "RIGHT")])
+def test_the_side_to_cut_is_spelt_either_way(side, kept):
+    runtime = FakeRuntime()
+    seen, tokenize = [], runtime.tokenization.tokenize
+    runtime.tokenization.tokenize = lambda request: seen.append(request.options.truncation) or tokenize(request)
+    answer = asked("/rerank", {**BODIES["/rerank"], "truncation_direction": side}, runtime)
+    assert (answer.status_code, seen) == (200, [pb.Truncation.Value(f"TRUNCATION_{kept}")])
 
 
 @pytest.mark.parametrize(
@@ -300,7 +509,7 @@ def test_an_unknown_path_and_method_are_told():
     run(scenario)
 
 
-def test_a_body_over_the_limit_is_refused_with_and_without_a_length():
+def test_a_body_over_the_limit_is_refused_with_and_without_a_length(caplog):
     async def chunks():
         for _ in range(40):
             yield b" " * 100
@@ -312,8 +521,12 @@ def test_a_body_over_the_limit_is_refused_with_and_without_a_length():
             assert "max_message_bytes = 2000" in answer.json()["message"]
             assert (await http.client.post("/v2/rerank", content=chunks())).status_code == 413
             assert (await http.post("/v2/rerank")).status_code == 200
+            page = (await http.client.get(f"http://{http.addresses.metrics}/metrics")).text
+            assert 'prefixrank_requests_total{code="OUT_OF_RANGE"} 2.0' in page
 
+    caplog.set_level("INFO", "scorer.access")
     run(scenario)
+    assert [r.code for r in caplog.records if r.name == "scorer.access"] == ["OUT_OF_RANGE", "OUT_OF_RANGE", "OK"]
 
 
 # --- callers
@@ -337,6 +550,8 @@ def test_only_health_is_open_without_a_token(tmp_path):
             good = {"authorization": f"Bearer {TOKEN}"}
             assert (await http.post("/v2/rerank", headers=good)).status_code == 200
             assert (await http.client.get("/openapi.json", headers=good)).status_code == 200
+            page = (await http.client.get(f"http://{http.addresses.metrics}/metrics")).text
+            assert f'prefixrank_requests_total{{code="UNAUTHENTICATED"}} {len(PATHS)}.0' in page
             shop = {"authorization": f"Bearer {SHOP_TOKEN}", "x-prefixrank-tenant": "bank"}
             assert (await http.post("/v2/rerank", headers=shop)).status_code == 403
 
@@ -372,6 +587,71 @@ def test_with_mutual_tls_only_a_known_client_gets_in(tmp_path):
                 assert (await known.post(url, json=BODIES["/v2/rerank"])).status_code == 200
             assert http.runtime.batcher.submitted == 1
 
+    run(scenario)
+
+
+def tls_call(port, context, session=None):
+    """One request on a connection of its own: the session that it could resume. Raises OSError where it is let down."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=5) as plain,
+        context.wrap_socket(plain, server_hostname="localhost", session=session) as secured,
+    ):
+        secured.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        if not (told := secured.recv(64)).startswith(b"HTTP/1.1 200"):
+            raise ConnectionError(told)
+        return secured.session
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_who_the_old_client_authority_signed_is_out_once_there_is_a_new_one(tmp_path, caplog, monkeypatch, version):
+    monkeypatch.setattr(listener, "RELOAD_SECONDS", 0.05)
+    (tmp_path / "other").mkdir()
+    pki, other = Pki.made(tmp_path), Pki.made(tmp_path / "other")
+    trusted = tmp_path / "clients.crt"
+    trusted.write_bytes(pki.path("ca.crt").read_bytes())
+
+    def client(its):
+        context = ssl.create_default_context(cafile=pki.path("ca.crt"))
+        context.maximum_version = version
+        context.load_cert_chain(its.path("client.crt"), its.path("client.key"))
+        return context
+
+    async def scenario():
+        async with Http(**pki.settings() | {"tls_client_ca": str(trusted)}) as http:
+            port = int(http.addresses.http.rpartition(":")[2])
+
+            async def call(context, session=None):
+                return await asyncio.to_thread(tls_call, port, context, session)
+
+            async def gets_in(context, session=None):
+                try:
+                    return bool(await call(context, session))
+                except OSError:
+                    return False
+
+            mine, theirs = client(pki), client(other)
+            session = await call(mine)
+            assert not await gets_in(theirs)
+            async with httpx.AsyncClient(verify=mine, trust_env=False) as kept:
+                assert (await kept.get(f"https://localhost:{port}/health")).status_code == 200
+                trusted.write_bytes(other.path("ca.crt").read_bytes())
+                await until(lambda: "certificates read again" in caplog.text)
+                assert await gets_in(theirs)
+                assert not await gets_in(mine)
+                assert not await gets_in(mine, session)
+                assert (await kept.get(f"https://localhost:{port}/health")).status_code == 200
+            for damaged in ("half a renewal", other.path("ca.crt").read_text()[:300]):
+                caplog.clear()
+                trusted.write_text(damaged)
+                await until(lambda: "the ones in use stay" in caplog.text)
+                assert await gets_in(theirs)
+                assert not await gets_in(mine)
+            trusted.write_bytes(pki.path("ca.crt").read_bytes())
+            await until(lambda: "certificates read again" in caplog.text)
+            assert await gets_in(mine)
+            assert not await gets_in(theirs)
+
+    caplog.set_level("INFO")
     run(scenario)
 
 

@@ -63,6 +63,16 @@ def test_coheres_client_v1(server, over_grpc):
         assert result.document.text == DOCUMENTS[result.index]
 
 
+def test_coheres_client_with_all_that_it_may_send_as_null(server, over_grpc):
+    nothing = dict.fromkeys(("top_n", "rank_fields", "return_documents", "max_chunks_per_doc"))
+    client = cohere.Client("any-key", base_url=f"http://{server.http}")
+    told = client.rerank(query=QUERY, documents=DOCUMENTS, model="m", **nothing)
+    assert [r.index for r in told.results] == ranking(over_grpc)
+    newer = cohere.ClientV2("any-key", base_url=f"http://{server.http}")
+    told = newer.rerank(query=QUERY, documents=DOCUMENTS, model="m", top_n=None, max_tokens_per_doc=None, priority=None)
+    assert [r.index for r in told.results] == ranking(over_grpc)
+
+
 def test_coheres_client_v2(server, over_grpc):
     client = cohere.ClientV2("any-key", base_url=f"http://{server.http}")
     told = client.rerank(query=QUERY, documents=DOCUMENTS, model="rerank-v3.5", top_n=2, max_tokens_per_doc=100)
@@ -117,6 +127,15 @@ def test_sglangs_scores_are_the_labels_probabilities(server, model_dir, as_ids):
 def test_vllms_request(server, over_grpc):
     told = httpx.post(f"http://{server.http}/score", json={"text_1": QUERY, "text_2": DOCUMENTS, "model": "m"}).json()
     assert [d["score"] for d in told["data"]] == pytest.approx([r.probability for r in over_grpc], abs=1e-6)
+
+
+def test_pairs_score_as_each_does_alone(server):
+    queries, texts = [QUERY, "how to cook rice", QUERY], DOCUMENTS
+    url = f"http://{server.http}/score"
+    together = httpx.post(url, json={"text_1": queries, "text_2": texts}).json()["data"]
+    for pair, query, text in zip(together, queries, texts, strict=True):
+        (alone,) = httpx.post(url, json={"text_1": query, "text_2": text}).json()["data"]
+        assert pair["score"] == pytest.approx(alone["score"], abs=1e-5)
 
 
 def test_too_long_a_text_that_is_not_to_be_cut(server):
