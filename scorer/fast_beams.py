@@ -27,6 +27,7 @@ from scorer.beam_head import BeamHead
 from scorer.beam_steps import Ahead, BeamStep, Stepped
 from scorer.beam_triton import advance
 from scorer.fused_model import FusedModel
+from scorer.garbage import uncollected
 from scorer.model import ScoringModel
 from scorer.pinned import Staging, to_host
 from scorer.step_ints import StepInts
@@ -109,11 +110,12 @@ class FastBeams:
         started = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        for beams in reversed(BUCKETS):
-            for strategy, consecutive in KINDS:
-                key = StepKey(beams, strategy, consecutive)
-                self._capture(key, pool, side)
-                self._advance(self._graphs[key].found, 1)
+        with uncollected():
+            for beams in reversed(BUCKETS):
+                for strategy, consecutive in KINDS:
+                    key = StepKey(beams, strategy, consecutive)
+                    self._capture(key, pool, side)
+                    self._advance(self._graphs[key].found, 1)
         torch.cuda.synchronize()
         return time.perf_counter() - started
 

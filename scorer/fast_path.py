@@ -24,6 +24,7 @@ from attention.residency import Residency
 from attention.tiles import COLUMNS, SHORTEST_SPLIT, Tiles, tile
 from batching.types import Floats, PackedBatch, Reads
 from scorer.fused_model import FusedModel
+from scorer.garbage import uncollected
 from scorer.model import ScoringModel
 from scorer.pass_arrays import (
     CACHED_TOKENS,
@@ -141,10 +142,11 @@ class FastPath:
         """
         started = time.perf_counter()
         self._paged = paged
-        for tokens in reversed(self._buckets):
-            for reads in sorted({tokens} if self._invariant else {few_reads(tokens), tokens}, reverse=True):
-                for split in sorted({False, tokens <= self._split_tokens}):
-                    self._capture(GraphKey(tokens, reads, paged, split))
+        with uncollected():
+            for tokens in reversed(self._buckets):
+                for reads in sorted({tokens} if self._invariant else {few_reads(tokens), tokens}, reverse=True):
+                    for split in sorted({False, tokens <= self._split_tokens}):
+                        self._capture(GraphKey(tokens, reads, paged, split))
         torch.cuda.synchronize()
         return time.perf_counter() - started
 

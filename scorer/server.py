@@ -7,7 +7,6 @@ means that every proof held.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -21,6 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from scorer.config import Config
 from scorer.errors import StartError
+from scorer.garbage import keep_loaded
 from scorer.listen import HEALTH, SERVICE, Addresses, Listening, listen
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class _Server:
         if runtime is None:
             return 0
         self.at.service.serve(runtime)
-        _settle()
+        keep_loaded()
         await self.at.set_health(SERVING)
         log.info("listening %s", self.at.addresses)
         ready(self.at.addresses)
@@ -187,12 +187,6 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
         task.cancel()
         with suppress(asyncio.CancelledError, Exception):  # raised to whoever asked for its result
             await task
-
-
-def _settle() -> None:
-    """What was loaded stays: the collector need not walk it again."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _on_thread(work: Callable[[], T]) -> T:
