@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from batching.batcher import PROBE, Batcher
+from batching.batcher import Batcher
+from batching.holding import PROBE
 from batching.tiering import Found, Rates, ReadAhead, Tiers
 from batching.types import Ints, TokenizedRequest
 from scorer.config import Config

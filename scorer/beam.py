@@ -9,8 +9,9 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from attention.layout import Ints
-from batching.batcher import Batcher, Held
+from batching.batcher import Batcher
 from batching.errors import DeviceFailed, DeviceGone, Expired, NotAdmitted
+from batching.holding import Held
 from batching.prefix_cache import Lease
 from batching.scheduler import Ticket
 from batching.searches import Searches, SearchTicket

@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 from attention.layout import Ints
-from batching.batcher import Batcher, Held
+from batching.batcher import Batcher
+from batching.holding import Held, hold
 from batching.prefix_cache import Lease
 from batching.scheduler import Asked
 
@@ -19,7 +20,7 @@ class Prompt:
         self._cache = batcher.cache
         self._early: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._left = False
-        self._holding = asyncio.create_task(batcher.hold(ids, asked, deadline, self._told))
+        self._holding = asyncio.create_task(hold(batcher, ids, asked, deadline, self._told))
         self._holding.add_done_callback(self._ended)
 
     @property
@@ -35,7 +36,7 @@ class Prompt:
         return self._early.result() if self._early.done() and not self._holding.done() else None
 
     async def held(self) -> tuple[Held, bool]:
-        """The K/V, and whether it is what `coming` gave. Raises as Batcher.hold does."""
+        """The K/V, and whether it is what `coming` gave. Raises as `hold` does."""
         held = await self._holding
         return held, self._early.done() and self._early.result().blocks == held.lease.blocks
 

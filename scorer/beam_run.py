@@ -9,9 +9,9 @@ import numpy as np
 
 from attention.decode import Decode
 from attention.layout import Ints
-from batching.batcher import Held
 from batching.beams import Ancestry, BeamOptions, BeamState, Hypothesis
 from batching.errors import DeviceFailed
+from batching.holding import Held
 from batching.scheduler import Asked
 from batching.searches import SearchTicket
 from batching.trie import Trie

@@ -6,6 +6,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from batching import holding
 from batching.types import Ints
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.errors import InvalidRequest
@@ -30,7 +31,7 @@ async def warm(
     if (by_query and QUERY not in runtime.profile.prefix) or not runtime.batcher.cache.pool.pages:
         return response
     prefix = await on_tokenizer(runtime.tokenization.prefix, request)
-    warmed = await runtime.batcher.warm(prefix, request.tenant, seconds, deadline)
+    warmed = await holding.warm(runtime.batcher, prefix, request.tenant, seconds, deadline)
     there = warmed.cached == len(prefix)
     response.status = pb.WARM_STATUS_ALREADY_WARM if there else pb.WARM_STATUS_WARMED
     response.prefix_tokens = len(prefix)

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from attention.plans import Strategy
-from batching.batcher import FAILURES_IN_A_ROW, Scheduling
+from batching.batcher import Scheduling
 from batching.errors import Closed, DeviceFailed, Expired, QueueFull
+from batching.holding import warm
+from batching.passes import FAILURES_IN_A_ROW
 from batching.select import StrategyError
 from loadtest.virtual_time import run as virtual
 from tests.batching.fake import PAGE, Counting, FakeDevice, TimedDevice, assert_right, batcher, expected, ids, request
@@ -458,9 +460,9 @@ def test_a_warmed_prefix_is_found_and_kept_while_others_come_and_go(strategy):
         device = FakeDevice()
         made = batcher(device, pages=12, clock=lambda: now[0])
         prefix = ids(*range(60, 74))
-        warmed = await made.warm(prefix, "t", keep=10.0)
+        warmed = await warm(made, prefix, "t", keep=10.0)
         assert (warmed.cached, warmed.kept) == (0, 14)
-        again = await made.warm(prefix, "t", keep=10.0)
+        again = await warm(made, prefix, "t", keep=10.0)
         assert again.cached == 14
         passes = len(device.batches)
         assert passes == 1, "what is warm is not computed again"

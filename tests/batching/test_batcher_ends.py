@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from batching.batcher import FAILURES_IN_A_ROW
 from batching.errors import CannotFinish, Closed, DeviceFailed, Expired, QueueFull
+from batching.passes import FAILURES_IN_A_ROW
 from batching.select import Strategy
 from batching.tiering import WISHES, Found, Rates
 from loadtest.virtual_time import run

@@ -7,6 +7,7 @@ import pytest
 
 from batching.batcher import Scheduling
 from batching.errors import CannotFinish, OverShare
+from batching.holding import hold
 from batching.scheduler import Asked
 from batching.select import Measured, Strategy
 from batching.shares import FairShares
@@ -50,7 +51,7 @@ def test_given_shares_decide_how_much_a_tenant_may_have_waiting(weight, admitted
         shares = FairShares({"a": weight})
         made = timed(0.001, scheduling=Scheduling(pass_time=PerToken(), shares=shares), queue_tokens=100)
         await made.submit(request([1], [2] * 4000, tenant="b"))
-        made._execute.seconds = 1.0
+        made.passes.execute.seconds = 1.0
         tasks = [submitted(made, request([n], [2] * 24, tenant="a")) for n in (1, 2)]
         await asyncio.sleep(0)
         if admitted:
@@ -71,7 +72,7 @@ def test_a_held_prefix_has_its_class():
         prefix = request([7, 7, 7], [1]).prefix
         waiting = [submitted(made, request([n], [9] * 12)) for n in range(4)]
         await asyncio.sleep(0.1)
-        held = await made.hold(prefix, Asked(priority=1))
+        held = await hold(made, prefix, Asked(priority=1))
         assert made._clock() == pytest.approx(2.0), "after the pass that runs"
         made.cache.release(held.lease)
         await asyncio.gather(*waiting)
@@ -177,7 +178,7 @@ def test_of_two_passes_in_flight_the_second_is_behind_the_first():
         last = submitted(made, request([9], [5] * 39))
         assert tasks[0].done()
         assert await ends([tasks[1], last]) == [0.16, 0.2]
-        assert made._execute.most == 2
+        assert made.passes.execute.most == 2
         assert times.learned == [(80, pytest.approx(0.08)), (80, pytest.approx(0.08)), (40, pytest.approx(0.04))]
         await made.drain()
 
@@ -198,7 +199,7 @@ def test_what_several_passes_compute_of_one_request_is_waited_for_once(in_flight
         items = [[number] * length for number, length in enumerate(lengths)]
         large = submitted(made, request([1] * prefix, *items, strategy=strategy))
         await asyncio.sleep(at + 0.001)
-        assert made._execute.given == 2
+        assert made.passes.execute.given == 2
         with pytest.raises(CannotFinish, match=f"^it would be done in {rest - 0.001 + 0.005:.3f} s,"):
             await made.submit(request([7], [8] * 4), made._clock() + 0.01)
         await large
@@ -240,7 +241,7 @@ def test_a_busy_device_waits_a_moment_for_others_and_not_for_one_in_a_hurry():
             await asyncio.sleep(0.0003)
             second = submitted(made, request([3], [4]))
             await asyncio.gather(first, second)
-            assert len(made._execute.batches) == (1 if together else 2), deadline
+            assert len(made.passes.execute.batches) == (1 if together else 2), deadline
             await made.drain()
 
         run(scenario())

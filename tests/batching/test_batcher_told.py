@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from batching.batcher import HOLD_TRIES
 from batching.errors import CannotFinish, Closed, DeviceFailed, DeviceGone, Expired, QueueFull
+from batching.holding import HOLD_TRIES, hold, warm
 from batching.job import Job
 from batching.scheduler import Asked, TextsAhead, Ticket
 from batching.select import Choice, Strategy
@@ -234,8 +234,8 @@ def test_a_warmed_prefix_has_its_callers_deadline():
     async def scenario():
         made = timed(1.0)
         with pytest.raises(Expired):
-            await made.warm(request([1, 2, 3, 4], [5]).prefix, "", 60.0, deadline=0.5)
-        warmed = await made.warm(request([1, 2, 3, 4], [5]).prefix, "", 60.0, deadline=10.0)
+            await warm(made, request([1, 2, 3, 4], [5]).prefix, "", 60.0, deadline=0.5)
+        warmed = await warm(made, request([1, 2, 3, 4], [5]).prefix, "", 60.0, deadline=10.0)
         assert warmed.kept == 4
         await made.drain()
 
@@ -259,10 +259,10 @@ def test_a_held_prefix_is_computed_once_and_stays():
     async def scenario():
         made = timed(0.1, pages=4)
         prefix = request(range(1, 11), [5]).prefix
-        held = await made.hold(prefix, Asked("a", 1))
+        held = await hold(made, prefix, Asked("a", 1))
         assert (held.cached, held.lease.written, held.scores.computed_tokens) == (0, 10, 11)
         assert (made.cache.counts.hit_tokens, made.cache.counts.missed_tokens) == (0, 10)
-        again = await made.hold(prefix, Asked("a", 1))
+        again = await hold(made, prefix, Asked("a", 1))
         assert (again.cached, again.scores) == (10, None)
         assert [block.wishes for block in again.lease.blocks] == [2, 2, 2]
         assert again.lease.pages.tolist() == held.lease.pages.tolist()
@@ -281,7 +281,7 @@ def test_who_holds_is_told_once_that_its_prefix_is_coming_with_a_lease_of_its_ow
     async def scenario():
         made, told = timed(0.1, pages=4), []
         prefix = request(range(1, 11), [5]).prefix
-        holding = asyncio.create_task(made.hold(prefix, Asked(), None, told.append))
+        holding = asyncio.create_task(hold(made, prefix, Asked(), None, told.append))
         await asyncio.sleep(0.05)
         (coming,) = told
         assert (coming.tokens, coming.written) == (10, 0), "its pages are known while the pass runs"
@@ -306,13 +306,13 @@ def test_a_held_prefix_is_its_tenants_and_has_its_class_and_deadline():
         prefix = request(range(1, 9), [5]).prefix
         ahead = [asyncio.create_task(made.submit(request([50 + n], [2] * 60))) for n in range(3)]
         await asyncio.sleep(0.1)
-        held = await made.hold(prefix, Asked("a", 1))
+        held = await hold(made, prefix, Asked("a", 1))
         assert not ahead[1].done(), "a higher class"
         assert made.cache.hit(held_chain(made, prefix, "b")) == 0
         made.cache.release(held.lease)
         made.cache.clear()
         with pytest.raises(Expired):
-            await made.hold(prefix, Asked("a", 1), made._clock() + 0.5)
+            await hold(made, prefix, Asked("a", 1), made._clock() + 0.5)
         await asyncio.gather(*ahead)
         await made.drain()
 
@@ -322,13 +322,13 @@ def test_a_held_prefix_is_its_tenants_and_has_its_class_and_deadline():
 def test_where_the_pages_are_in_use_it_is_not_held():
     async def scenario():
         made = timed(0.1, pages=2)
-        first = await made.hold(request(range(1, 9), [5]).prefix, Asked())
+        first = await hold(made, request(range(1, 9), [5]).prefix, Asked())
         before = len(made._scheduler.pass_time.learned)
         with pytest.raises(QueueFull, match=r"^the pages for a prefix of 6 tokens are in use$"):
-            await made.hold(request(range(20, 26), [5]).prefix, Asked())
+            await hold(made, request(range(20, 26), [5]).prefix, Asked())
         assert len(made._scheduler.pass_time.learned) == before + HOLD_TRIES
         made.cache.release(first.lease)
-        held = await made.hold(request(range(20, 26), [5]).prefix, Asked())
+        held = await hold(made, request(range(20, 26), [5]).prefix, Asked())
         assert (held.cached, held.lease.written) == (0, 6)
         made.cache.release(held.lease)
         assert all(block.users == 0 for block in made.cache._blocks.values())

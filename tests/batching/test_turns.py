@@ -67,7 +67,7 @@ def test_calls_that_come_one_a_turn_share_passes(turns):
 
 async def one_a_turn(made, count, tokens):
     """Requests, each with another turn of the loop: how many were there when the first pass began."""
-    device, tasks, begun = made._execute, [], 0
+    device, tasks, begun = made.passes.execute, [], 0
     for n in range(1, count + 1):
         if not device.batches:
             begun = n - 1
@@ -88,7 +88,7 @@ def test_others_are_let_in_as_long_as_nobody_who_waits_is_late(deadline, shared)
         await asyncio.sleep(0)
         await one_a_turn(made, 20, 5)
         await first
-        requests = len({share.request for share in made._execute.batches[0].shares})
+        requests = len({share.request for share in made.passes.execute.batches[0].shares})
         assert requests > 5 if shared else requests == 1
         await made.drain()
 

@@ -169,7 +169,7 @@ def test_a_caller_who_leaves_holds_nothing(when):
             await asyncio.gather(task, return_exceptions=True)
             assert made._pages._pool.free == BEAM_PAGES
             passes.let.set()
-            while batcher.unanswered or batcher._running:
+            while batcher.unanswered or batcher.passes.running:
                 await asyncio.sleep(0.001)
             assert free(made, batcher, cached=39 if passes.run else 0)
             assert batcher.cache.pool.pages == KEPT
@@ -191,7 +191,7 @@ def test_a_step_that_fails_behind_the_pass_fails_the_search_and_frees_everything
             with pytest.raises(DeviceFailed, match="RuntimeError in a beam step"):
                 await made.search(REQUEST)
             passes.let.set()
-            while batcher._running:
+            while batcher.passes.running:
                 await asyncio.sleep(0.001)
             assert free(made, batcher, cached=39)
 

@@ -486,19 +486,19 @@ def test_every_kind_of_call_is_counted_logged_and_traced_as_its_caller_saw_it(me
     }[method]
 
     async def scenario(at, runtime):
-        gate, execute = asyncio.Event(), runtime.batcher._execute
+        gate, execute = asyncio.Event(), runtime.batcher.passes.execute
 
         async def later(batch):
             await gate.wait()
             return await execute(batch)
 
         if end in ("DEADLINE_EXCEEDED", "CANCELLED"):
-            runtime.batcher._execute = later
+            runtime.batcher.passes.execute = later
         async with grpc.aio.insecure_channel(at.target) as channel:
             call = getattr(pb_grpc.ScorerServiceStub(channel), method)
             calling = call(asked, timeout=0.3 if end == "DEADLINE_EXCEEDED" else 20.0)
             if end == "CANCELLED":
-                while not runtime.batcher._running:
+                while not runtime.batcher.passes.running:
                     await asyncio.sleep(0.01)
                 calling.cancel()
             code = await calling.code()
