@@ -36,7 +36,7 @@ class Guard(grpc.aio.ServerInterceptor):
             self._access.caller(authorization(details.invocation_metadata))
         except Unauthenticated as error:
             if details.method in SCORE_METHODS:
-                self._service.refused(STATUS_CODES[Unauthenticated])
+                self._service.calls.refused(STATUS_CODES[Unauthenticated])
             return _refusing(error)
         return await continuation(details)
 

@@ -145,15 +145,15 @@ class _Server:
         log.info("draining seconds=%g", seconds)
         try:
             async with asyncio.timeout(seconds):
-                await self.at.service.idle()
+                await self.at.service.calls.idle()
                 await runtime.batcher.drain()
                 await _on_thread(runtime.close)  # may wait for a pass whose callers have gone
         except TimeoutError:
-            left = self.at.service.in_flight
+            left = self.at.service.calls.in_flight
             log.warning("the grace of %g s is over; what is left is cancelled: %d calls", seconds, left)
         # Callers hear UNAVAILABLE and go elsewhere; of a call that comes as gRPC closes they would hear CANCELLED.
-        await self.at.service.quiet(QUIET_SECONDS, LINGER_SECONDS)
-        return self.at.service.in_flight == 0
+        await self.at.service.calls.quiet(QUIET_SECONDS, LINGER_SECONDS)
+        return self.at.service.calls.in_flight == 0
 
 
 class _stop_signals:  # noqa: N801  used as a context manager, by its verb

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -14,25 +13,23 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from batching.errors import Expired
-from batching.scheduler import CALLERS_CLOCK, CALLERS_CLOCK_SECONDS, Asked
-from batching.select import StrategyError
-from batching.types import RequestScores, TokenizedRequest
+from batching.scheduler import Asked
 from prefixrank.v1 import scorer_pb2 as pb
 from prefixrank.v1 import scorer_pb2_grpc as pb_grpc
 from scorer.access import ANYONE, Access, Caller
-from scorer.access_log import log_call, log_refused, log_search, log_warm
+from scorer.access_log import log_call, log_search, log_warm
 from scorer.beam_service import beam_search
+from scorer.calls import Calls, cancelled
 from scorer.config import MiB
 from scorer.drift import Sampler, check_forever
-from scorer.errors import InvalidRequest, Unauthenticated, Unavailable
+from scorer.errors import Unauthenticated, Unavailable
 from scorer.metrics import Metrics
-from scorer.refusal import STATUS_CODES, Refusal, Refused, abort, refusal_of, status_code
-from scorer.reply import document_results, model_info, per_document, score_response
+from scorer.refusal import STATUS_CODES, Refused, abort, refusal_of
+from scorer.reply import model_info
+from scorer.score_request import Answered, score_request
 from scorer.stream import answers
-from scorer.threads import guarded
 from scorer.together import Part, score_together
-from scorer.tokenized import PRIORITIES, Tokenized, given_in_ids, untokenized
+from scorer.tokenized import PRIORITIES
 from scorer.tokenizer_threads import TokenizerThreads
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
 from scorer.undecodable import Undecodable
@@ -51,16 +48,6 @@ Found = TypeVar("Found", pb.WarmPrefixResponse, pb.BeamSearchResponse)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ScorerService"].full_name
 SCORE_METHODS = frozenset(f"/{SERVICE}/{method}" for method in ("Score", "ScoreStream", "WarmPrefix", "BeamSearch"))
-
-NOTHING_TOLD = pb.ScoreRequest()
-
-# Ids need no tokenizer, only Python, which one thread runs at a time: for a small request another thread costs more
-# than it takes.
-INLINE_BYTES = 64 * 1024
-
-# What partial_ok keeps of the deadline for the reply: so many seconds, and more for each document (its result takes a
-# few microseconds, ten where others want the processor too), but no more than this part of what is left.
-REPLY_SECONDS, REPLY_DOCUMENT_SECONDS, REPLY_PART = 0.02, 2e-5, 0.15
 
 
 class _Told(NamedTuple, Generic[Ahead, Found]):
@@ -91,10 +78,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._sampler = Sampler()
         self._runtime: Runtime | None = None
         self._refusing: str | None = "the service is starting"
-        self.in_flight = 0
-        self._last_call = 0.0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.calls = Calls(metrics)
         self.tokenizers = TokenizerThreads(max_tokenizing_bytes, metrics.batching)
 
     def serve(self, runtime: Runtime) -> None:
@@ -118,16 +102,6 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         runtime = self._accepting()
         submit, kind = runtime.batcher.submit, runtime.profile.kind
         await check_forever(self._sampler, submit, kind, runtime.tolerance, seconds, self._metrics.checked)
-
-    async def quiet(self, seconds: float, at_most: float) -> None:
-        """Returns once no call has come for so long; callers need a moment to see that the service stops."""
-        end = time.monotonic() + at_most
-        while (now := time.monotonic()) < end and now - self._last_call < seconds:
-            await asyncio.sleep(seconds / 4)
-
-    async def idle(self) -> None:
-        """Returns once no call is under way."""
-        await self._idle.wait()
 
     def close(self) -> None:
         self.tokenizers.close()
@@ -163,20 +137,19 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         deadline = _deadline(remaining)
         code, response = grpc.StatusCode.OK, pb.ScoreResponse()
         span = self._tracer.begin(trace)
-        self._enter()
+        self.calls.enter()
         try:
             response = await self.score(self._admitted(request, caller), deadline, parts)
             return response
         except asyncio.CancelledError:
-            late = remaining is not None and _is_over(remaining, time.perf_counter() - started)
-            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+            code = cancelled(remaining, time.perf_counter() - started)
             raise
         except Exception as error:
-            refusal = self._refusal(error)
+            refusal = self.calls.refusal(error)
             code = refusal.code
             raise Refused(refusal) from error
         finally:
-            self._leave(code)
+            self.calls.leave(code)
             span.end(response, code)
             read = pb.ScoreRequest() if isinstance(request, Undecodable) else request
             seconds = time.perf_counter() - started
@@ -188,11 +161,6 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         decoded.tenant = caller.tenant_of(decoded.tenant)
         self.access.count(caller)
         return decoded
-
-    def refused(self, code: grpc.StatusCode, caller: Caller = ANYONE, told: pb.ScoreRequest = NOTHING_TOLD) -> None:
-        """Counts and logs a scoring call that was refused before it got here. told: what is known of it."""
-        self._metrics.requests.labels(code.name).inc()
-        log_refused(told, code, caller)
 
     async def ScoreStream(  # noqa: N802
         self,
@@ -210,7 +178,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
                 try:
                     caller = self.access.caller(authorization(metadata))
                 except Unauthenticated as error:
-                    self.refused(STATUS_CODES[Unauthenticated])
+                    self.calls.refused(STATUS_CODES[Unauthenticated])
                     raise Refused(refusal_of(error, STATUS_CODES[Unauthenticated])) from None
                 yield request
 
@@ -266,7 +234,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         started, caller, code = time.perf_counter(), ANYONE, grpc.StatusCode.CANCELLED
         remaining, response = context.time_remaining(), told.nothing
         span = self._tracer.begin(trace_of(context.invocation_metadata()), told.method)
-        self._enter()
+        self.calls.enter()
         try:
             deadline = _deadline(remaining)
             caller = self.access.caller(authorization(context.invocation_metadata()))
@@ -274,15 +242,14 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
             code = grpc.StatusCode.OK
             return response
         except asyncio.CancelledError:
-            if remaining is not None and _is_over(remaining, time.perf_counter() - started):
-                code = grpc.StatusCode.DEADLINE_EXCEEDED
+            code = cancelled(remaining, time.perf_counter() - started)
             raise
         except Exception as error:  # noqa: BLE001  every call ends with a status
-            refusal = self._refusal(error)
+            refusal = self.calls.refusal(error)
             code = refusal.code
             await abort(context, refusal)
         finally:
-            self._leave(code)
+            self.calls.leave(code)
             span.end(response, code)
             read = told.unread if isinstance(request, Undecodable) else request
             told.log(read, response, code, time.perf_counter() - started, caller)
@@ -300,7 +267,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
                 info.fingerprint = await self.fingerprint()
             return info
         except Exception as error:  # noqa: BLE001  every call ends with a status
-            await abort(context, self._refusal(error))
+            await abort(context, self.calls.refusal(error))
 
     def info(self) -> pb.GetModelInfoResponse:
         """What is served. Raises Unavailable."""
@@ -321,63 +288,25 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         Raises the exceptions of `scorer.refusal.STATUS_CODES`. Cancelling the awaiting task cancels the work.
         """
 
-        async def one(part: pb.ScoreRequest) -> pb.ScoreResponse:
-            return (await self._score(part, deadline))[0]
+        async def told(part: pb.ScoreRequest) -> pb.ScoreResponse:
+            return (await self._answered(part, deadline)).response
 
-        results: Sequence[pb.DocumentResult]
         if parts:
             started = time.perf_counter()
-            response = await score_together(request, parts, self._accepting().limits, one)
+            response = await score_together(request, parts, self._accepting().limits, told)
             response.timings.total_seconds = time.perf_counter() - started
-            results = response.results
+            results: Sequence[pb.DocumentResult] = response.results
         else:
-            response, results = await self._score(request, deadline)
+            response, results, *_ = await self._answered(request, deadline)
         self._metrics.answered(response, results, request.priority)
         return response
 
-    async def _score(
-        self, request: pb.ScoreRequest, deadline: float | None
-    ) -> tuple[pb.ScoreResponse, list[pb.DocumentResult]]:
-        """The answer, and the results of all documents, also where it keeps the best."""
-        started = time.perf_counter()
-        runtime = self._accepting()
-        deadline = _reply_in_time(request, deadline)
-        size = request.ByteSize()
-        asked = Asked(request.tenant, PRIORITIES.get(request.priority, 0), request.options.partial_ok)
-        if size <= INLINE_BYTES and given_in_ids(request):
-            runtime.batcher.admit_bytes(size, asked, deadline)
-            tokenized = guarded(runtime.tokenization.tokenize, request)
-            runtime.batcher.learn_size(size, tokenized.request.tokens if tokenized.request else 0)
-        else:
-            tokenized = await self._on_thread(runtime, request, size, asked, deadline)
-        tokenize_seconds = time.perf_counter() - started
-        scores = None if tokenized.request is None else await _submit(runtime, tokenized.request, deadline)
-        by_document = None if scores is None else per_document(tokenized, scores)
-        results = document_results(request, tokenized, by_document, runtime.profile.kind)
-        response = score_response(request, runtime, tokenized, by_document, results)
-        response.timings.tokenize_seconds = tokenize_seconds
-        response.timings.total_seconds = time.perf_counter() - started
-        if tokenized.request is not None and scores is not None:
-            self._sampler.offer(tokenized.request, scores)
-        return response, results
-
-    async def _on_thread(
-        self, runtime: Runtime, request: pb.ScoreRequest, size: int, asked: Asked, deadline: float | None
-    ) -> Tokenized:
-        """Raises Expired, unless the caller takes a part, be it none."""
-        each = request.options.max_tokens_per_document or runtime.limits.default_tokens_per_document
-        most = runtime.limits.max_context_tokens + each * len(request.documents)
-        runtime.batcher.admit_bytes(size, asked, deadline, self.tokenizers.ahead(size, most, asked, deadline))
-        try:
-            tokenized = await self.tokenizers.run(
-                runtime.tokenization.tokenize, request, size, most, asked=asked, deadline=deadline
-            )
-        except Expired:
-            if not asked.partial:
-                raise
-            return untokenized(request)
-        runtime.batcher.learn_size(size, tokenized.request.tokens if tokenized.request else 0)
-        return tokenized
+    async def _answered(self, request: pb.ScoreRequest, deadline: float | None) -> Answered:
+        """The answer, of which a sample is scored again."""
+        answered = await score_request(self._accepting(), self.tokenizers, request, deadline)
+        if answered.request is not None and answered.scores is not None:
+            self._sampler.offer(answered.request, answered.scores)
+        return answered
 
     def _accepting(self) -> Runtime:
         if self._refusing is not None:
@@ -385,41 +314,10 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         assert self._runtime is not None, "serve() gives a runtime"
         return self._runtime
 
-    def _enter(self) -> None:
-        self.in_flight += 1
-        self._last_call = time.monotonic()
-        self._idle.clear()
-        self._metrics.in_flight.inc()
-
-    def _leave(self, code: grpc.StatusCode) -> None:
-        self.in_flight -= 1
-        if self.in_flight == 0:
-            self._idle.set()
-        self._metrics.in_flight.dec()
-        self._metrics.requests.labels(code.name).inc()
-
-    def _refusal(self, error: Exception) -> Refusal:
-        code = status_code(error)
-        if code is None:
-            return Refusal(grpc.StatusCode.INTERNAL, self.internal(error))
-        return refusal_of(error, code)
-
-    def internal(self, error: Exception) -> str:
-        """Logs and counts an error of our own making; what the caller is told of it."""
-        error_id = uuid.uuid4().hex[:12]
-        self._metrics.internal_errors.inc()
-        log.error("internal error error_id=%s", error_id, exc_info=error)
-        return f"internal error, id {error_id}"
-
 
 def _deadline(remaining: float | None) -> float | None:
     """In seconds of time.monotonic()."""
     return None if remaining is None else time.monotonic() + remaining
-
-
-def _is_over(remaining: float, elapsed: float) -> bool:
-    """Whether a call that ended after `elapsed` seconds of `remaining` ended by its deadline."""
-    return elapsed >= remaining - max(remaining * CALLERS_CLOCK, CALLERS_CLOCK_SECONDS)
 
 
 def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
@@ -432,26 +330,6 @@ def _decoded(request: M | Undecodable) -> M:
     if isinstance(request, Undecodable):
         raise request.error()
     return request
-
-
-def _reply_in_time(request: pb.ScoreRequest, deadline: float | None) -> float | None:
-    """Who takes a part at the deadline must have it before: a little time is kept for the reply."""
-    if deadline is None or not request.options.partial_ok:
-        return deadline
-    reply = REPLY_SECONDS + REPLY_DOCUMENT_SECONDS * len(request.documents)
-    return deadline - min(reply, REPLY_PART * (deadline - time.monotonic()))
-
-
-async def _submit(runtime: Runtime, request: TokenizedRequest, deadline: float | None) -> RequestScores:
-    """Raises Expired where the deadline came before it was accepted, unless the caller takes a part, be it none."""
-    try:
-        return await runtime.batcher.submit(request, deadline)
-    except StrategyError as error:
-        raise InvalidRequest.of("options.strategy", str(error)) from error
-    except Expired as error:
-        if not request.partial_ok:
-            raise
-        return RequestScores((None,) * len(request.items), str(error), 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 def _model_labels(runtime: Runtime) -> dict[str, str]:

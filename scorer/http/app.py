@@ -74,4 +74,4 @@ def _add_handlers(app: FastAPI, service: ScorerService) -> None:
 
     @app.exception_handler(Exception)
     async def ours(request: Request, error: Exception) -> JSONResponse:
-        return problem(request.url.path, Refusal(grpc.StatusCode.INTERNAL, service.internal(error)))
+        return problem(request.url.path, Refusal(grpc.StatusCode.INTERNAL, service.calls.internal(error)))

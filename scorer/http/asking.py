@@ -107,7 +107,7 @@ def count_refused(service: ScorerService, request: Request, code: grpc.StatusCod
     """Counts a request that was refused before it was one, where it was meant to score."""
     if request.url.path in PATHS:
         told = pb.ScoreRequest(request_id=_header(request, REQUEST_ID), tenant=_header(request, TENANT))
-        service.refused(code, request.scope.get("caller", ANYONE), told)
+        service.calls.refused(code, request.scope.get("caller", ANYONE), told)
 
 
 def _header(request: Request, name: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer import service as service_module
+from scorer import score_request
 from scorer.client import ScorerError, build_request
 from tests.cases.live import OK, PROFILE, UNCUT, close, live, pages_in_use
 from tests.tiny import tiny_model_dir
@@ -88,8 +88,8 @@ POINTS = {
     "forward": (lambda s: (s.runtime.engine.model, "forward"), True),
     "logits": (lambda s: (s.runtime.engine.model, "logits"), True),
     "log-sum-exp": (lambda s: (s.runtime.engine.model, "log_sum_exp"), True),
-    "results": (lambda s: (service_module, "document_results"), False),
-    "response": (lambda s: (service_module, "score_response"), False),
+    "results": (lambda s: (score_request, "document_results"), False),
+    "response": (lambda s: (score_request, "score_response"), False),
     "metrics": (lambda s: (s.at.metrics, "answered"), False),
 }
 HANGING = [name for name in POINTS if name not in ("results", "response", "metrics")]  # these are on the loop itself
@@ -137,7 +137,7 @@ def outcomes(server, work):
     async def ended():
         async with asyncio.timeout(SECONDS):
             results = await work()
-            while server.at.service.in_flight:
+            while server.at.service.calls.in_flight:
                 await asyncio.sleep(0.005)
             return results
 
@@ -234,7 +234,7 @@ def test_a_call_cancelled_anywhere_is_gone(point, server, truth, monkeypatch):
         cancelled = asyncio.create_task(call(server))
         assert await asyncio.to_thread(hung.hanging.wait, SECONDS)
         other = asyncio.create_task(call(server, TEXTS[:2]))
-        while server.at.service.in_flight < 2 and not other.done():  # it may overtake the one that hangs
+        while server.at.service.calls.in_flight < 2 and not other.done():  # it may overtake the one that hangs
             await asyncio.sleep(0.005)
         before = counted(server)["CANCELLED"]
         cancelled.cancel()

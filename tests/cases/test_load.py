@@ -67,7 +67,7 @@ def test_calls_that_are_given_up_cost_the_others_nothing(seed, directory, tmp_pa
             patience = [0.0 if n % 8 == 0 else rng.choice([None, None, rng.random() * 0.2]) for n in range(len(asked))]
             ended = await asyncio.gather(*map(call, asked, patience))
             async with asyncio.timeout(20):
-                while server.at.service.in_flight:
+                while server.at.service.calls.in_flight:
                     await asyncio.sleep(0.01)
             return ended
 

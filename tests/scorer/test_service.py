@@ -546,7 +546,7 @@ def test_a_deadline_and_a_cancellation_are_counted_as_what_they_are_and_stop_the
             assert count(at.metrics, "in_flight_requests") == 1
             gone.cancel()
             await until(lambda: runtime.batcher.cancelled == 2)
-            await at.service.idle()
+            await at.service.calls.idle()
             return late.value.code, ended(at.metrics), count(at.metrics, "in_flight_requests")
 
     code, codes, in_flight = asyncio.run(scenario())

@@ -304,7 +304,7 @@ def test_a_deadline_holds_for_calls_without_documents_too(method, model_dir):
         async with grpc.aio.insecure_channel(at.target) as channel:
             call = getattr(pb_grpc.ScorerServiceStub(channel), method)
             codes = {await call(asked, timeout=0.3).code() for _ in range(3)}
-        await at.service.idle()
+        await at.service.calls.idle()
         gate.set()
         return codes, ended(at.metrics)
 
@@ -342,7 +342,7 @@ def test_cancelling_the_stream_cancels_what_is_under_way():
             while runtime.batcher.submitted < 5:
                 await asyncio.sleep(0.01)
             call.cancel()
-            await at.service.idle()
+            await at.service.calls.idle()
             return runtime.batcher.cancelled, ended(at.metrics), count(at.metrics, "in_flight_requests")
 
     cancelled, codes, left = asyncio.run(scenario())
@@ -502,7 +502,7 @@ def test_every_kind_of_call_is_counted_logged_and_traced_as_its_caller_saw_it(me
                     await asyncio.sleep(0.01)
                 calling.cancel()
             code = await calling.code()
-            await at.service.idle()
+            await at.service.calls.idle()
             gate.set()
             await asyncio.sleep(0.01)  # the log's line is behind the reply
             return code.name, ended(at.metrics)
