@@ -8,7 +8,9 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 import grpc
@@ -122,6 +124,10 @@ class Metrics:
         )
         for part in ("budget", *PARTS):
             self.memory.labels(part)
+        # Looked up in every call, and a look by name costs as much as counting.
+        self._of_status = cache(lambda status: self.documents.labels(_told(pb.DocumentStatus, status, STATUS_PREFIX)))
+        self._of_strategy = cache(lambda number: self.strategies.labels(_told(pb.Strategy, number, "STRATEGY_")))
+        self._of_stage = cache(self.stage_seconds.labels)
         self.model = Info("prefixrank_model", "What is served; no labels until it is loaded", registry=registry)
         Info("prefixrank_build", "The version of the service", registry=registry).info({"version": version})
 
@@ -143,13 +149,11 @@ class Metrics:
         """Counts one answered call. `results` are those of all its documents, also where the reply keeps the best."""
         counted = Counts((result.status, result.truncated) for result in results)
         for (status, truncated), count in counted.items():
-            self.documents.labels(pb.DocumentStatus.Name(status).removeprefix(STATUS_PREFIX).lower()).inc(count)
+            self._of_status(status).inc(count)
             self.truncated.inc(count * truncated)
             self.non_finite.inc(count * (status == pb.DOCUMENT_STATUS_NUMERIC_ERROR))
         for share in response.strategy.shares:
-            self.strategies.labels(pb.Strategy.Name(share.strategy).removeprefix("STRATEGY_").lower()).inc(
-                share.documents
-            )
+            self._of_strategy(share.strategy).inc(share.documents)
         self.request_documents.observe(counted.total())
         self._used(response, "score", priority)
 
@@ -158,8 +162,7 @@ class Metrics:
     ) -> None:
         """Counts one answered beam search."""
         for sequence in response.sequences:
-            end = pb.FinishReason.Name(sequence.finish_reason).removeprefix("FINISH_REASON_").lower()
-            self.beam_sequences.labels(end).inc()
+            self.beam_sequences.labels(_told(pb.FinishReason, sequence.finish_reason, "FINISH_REASON_")).inc()
         self.beam_steps.inc(response.steps)
         self._used(response, "beam_search", priority)
 
@@ -169,7 +172,7 @@ class Metrics:
         """Stages and tokens of an answered call."""
         for stage in STAGES:
             seconds = getattr(response.timings, f"{stage}_seconds")
-            self.stage_seconds.labels(method, PRIORITIES[priority], stage).observe(seconds)
+            self._of_stage(method, PRIORITIES[priority], stage).observe(seconds)
         usage = response.usage
         self.request_tokens.observe(usage.prefix_tokens + usage.item_tokens)
         self.prefix.inc(usage.prefix_tokens)
@@ -186,3 +189,8 @@ class Metrics:
     def listen(self, host: str, port: int) -> Endpoint:
         """Serves the metrics over HTTP; port 0 takes any free one. Raises OSError where it cannot bind."""
         return Endpoint(*start_http_server(port, host, self.registry))
+
+
+def _told(enum: Any, number: int, prefix: str) -> str:
+    """A value of the proto as the series have it."""
+    return str(enum.Name(number)).removeprefix(prefix).lower()
