@@ -26,7 +26,7 @@ from scorer.memory import PARTS
 KNOCK_SECONDS = 0.05
 STAGES = ("tokenize", "queue", "plan", "forward", "total")
 METHODS = ("score", "beam_search")
-PRIORITIES = {
+CLASSES = {
     pb.PRIORITY_UNSPECIFIED: "normal",
     pb.PRIORITY_LOW: "low",
     pb.PRIORITY_NORMAL: "normal",
@@ -106,7 +106,7 @@ class Metrics:
             "Seconds of each stage of an answered call; the objective is of the method score above the low class",
             SECONDS,
             method=METHODS,
-            priority=dict.fromkeys(PRIORITIES.values()),
+            priority=dict.fromkeys(CLASSES.values()),
             stage=STAGES,
         )
         self.request_documents = histogram("request_documents", "Documents of an answered call", DOCUMENTS)
@@ -172,7 +172,8 @@ class Metrics:
         """Stages and tokens of an answered call."""
         for stage in STAGES:
             seconds = getattr(response.timings, f"{stage}_seconds")
-            self._of_stage(method, PRIORITIES[priority], stage).observe(seconds)
+            # Where the deadline came before it was looked at, it may be any number.
+            self._of_stage(method, CLASSES.get(priority, "normal"), stage).observe(seconds)
         usage = response.usage
         self.request_tokens.observe(usage.prefix_tokens + usage.item_tokens)
         self.prefix.inc(usage.prefix_tokens)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 NAP_SECONDS = 50e-6
+FEW_FILES = 1024  # descriptors beyond it select does not take
 
 
 class WakefulSelector(selectors.DefaultSelector):
@@ -44,8 +45,11 @@ class WakefulSelector(selectors.DefaultSelector):
         return found
 
     def nap(self) -> None:
-        """At most NAP_SECONDS; an event ends it."""
-        select.select([self.fileno()], [], [], NAP_SECONDS)
+        """At most NAP_SECONDS; an event ends it, unless the process has very many files."""
+        if self.fileno() < FEW_FILES:
+            select.select([self.fileno()], [], [], NAP_SECONDS)
+        else:
+            time.sleep(NAP_SECONDS)
 
 
 def run(main: Coroutine[Any, Any, T], awake: float) -> T:

@@ -96,6 +96,7 @@ def test_an_answer_is_counted_with_the_documents_that_its_reply_left_out():
         (pb.PRIORITY_LOW, "low"),
         (pb.PRIORITY_NORMAL, "normal"),
         (pb.PRIORITY_HIGH, "high"),
+        (7, "normal"),  # nobody looked at it, where the deadline came first
     ],
 )
 def test_times_tell_the_method_and_the_class(priority, told):

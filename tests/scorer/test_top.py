@@ -70,6 +70,24 @@ def test_bulk_jobs_and_searches_have_rows_of_their_own():
     assert "total, beam search" in shown(reading)
 
 
+def test_a_server_of_an_earlier_release_tells_of_score_alone():
+    metrics = Metrics("1")
+    before = page(metrics)
+    metrics.answered(*answer(total_seconds=0.05))
+    kept = frozenset({"stage", "le"})
+
+    def earlier(samples):
+        return {
+            (name, frozenset(pair for pair in labels if pair[0] in kept)): value
+            for (name, labels), value in samples.items()
+            if "stage_seconds" not in name or {("method", "score"), ("priority", "normal")} <= labels
+        }
+
+    reading = Reading(earlier(before), earlier(page(metrics)), 1.0)
+    assert 0.02 < reading.quantile(0.99, "total", INTERACTIVE) <= 0.05
+    assert reading.quantile(0.99, "total", OTHERS["beam search"]) is None
+
+
 def test_a_server_that_started_anew_counts_from_zero():
     old, new = Metrics("1"), Metrics("1")
     for _ in range(5):

@@ -86,6 +86,15 @@ def test_every_event_makes_the_time_awake_anew(pair):
     assert selector.naps in (3, 4)  # floats add up to a little less
 
 
+def test_it_naps_where_the_process_has_very_many_files(pair, monkeypatch):
+    selector = watching(WakefulSelector(0.01), pair[0])
+    monkeypatch.setattr(wakeful, "FEW_FILES", selector.fileno())
+    monkeypatch.setattr(wakeful.select, "select", lambda *_: pytest.fail("a descriptor that it does not take"))
+    assert selector.select(0.02) == []
+    pair[1].send(b"x")
+    assert len(selector.select(0.02)) == 1
+
+
 @pytest.mark.parametrize("awake", [0.0, 0.01])
 def test_a_loop_of_it_keeps_timers_threads_and_sockets(awake):
     async def main():

@@ -79,7 +79,8 @@ class ScorerServiceServicer(object):
         """Scores many requests on one call. Each is answered when it is done, in any order, and matched by its request_id.
 
         An error is a response with a status for that request_id and the stream goes on; the call itself fails only where
-        no request can be told from it (CANCELLED, DEADLINE_EXCEEDED, UNAVAILABLE). After the caller's half-close the
+        no request can be told from it (CANCELLED, DEADLINE_EXCEEDED, UNAVAILABLE), or its token is no longer known
+        (UNAUTHENTICATED, behind the answers to what was asked before). After the caller's half-close the
         answers that are still due are sent, then the call ends with OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
