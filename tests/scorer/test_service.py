@@ -491,7 +491,7 @@ def test_our_own_faults_say_nothing_but_an_id_that_the_log_has(error, caplog):
     assert told.code is grpc.StatusCode.INTERNAL
     error_id = told.message.removeprefix("internal error, id ")
     assert len(error_id) == 12
-    (record,) = [r for r in caplog.records if r.name == "scorer.service"]
+    (record,) = [r for r in caplog.records if r.name == "scorer.calls"]
     assert error_id in record.getMessage()
     assert record.exc_info[1] is error
 
