@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from scorer.demo import Server
+from scorer.profile import load_profile
 
 README = Path(__file__).parent.parent / "README.md"
 ADDRESS = "localhost:50051"
@@ -135,3 +136,16 @@ def test_a_block_of_the_readme_runs(block, directory, target):
     assert ran.returncode == 0, f"README.md line {block.line}:\n{block.code}\n{ran.stdout}\n{ran.stderr}"
     if block.language == "json":
         assert all(json.loads(line)["results"] for line in ran.stdout.splitlines())
+
+
+def test_the_profile_that_it_shows_is_one(tmp_path):
+    (shown,) = re.findall(r"^```toml\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    path = tmp_path / "my.toml"
+    path.write_text(shown)
+    profile = load_profile(str(path))
+    assert (profile.name, profile.labels, profile.limits.max_tokens_per_document) == (
+        "my-reranker",
+        ("Yes", "No"),
+        4096,
+    )
+    assert profile.prefix.startswith("<|im_start|>user\n{instruction}\nQuery: {query}\nPassage:")

@@ -91,9 +91,9 @@ class _TruncationEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     TRUNCATION_UNSPECIFIED: _Truncation.ValueType  # 0
     """The same as RIGHT."""
     TRUNCATION_RIGHT: _Truncation.ValueType  # 1
-    """Keep the beginning of the document."""
+    """Keep the longest beginning of the text, in whole characters, that has at most so many tokens in its place."""
     TRUNCATION_LEFT: _Truncation.ValueType  # 2
-    """Keep the end of the document."""
+    """Keep the longest end of the text, in the same way."""
     TRUNCATION_NONE: _Truncation.ValueType  # 3
     """Cut nothing: the document gets DOCUMENT_STATUS_TOO_LONG and no score."""
 
@@ -103,9 +103,9 @@ class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper):
 TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
 """The same as RIGHT."""
 TRUNCATION_RIGHT: Truncation.ValueType  # 1
-"""Keep the beginning of the document."""
+"""Keep the longest beginning of the text, in whole characters, that has at most so many tokens in its place."""
 TRUNCATION_LEFT: Truncation.ValueType  # 2
-"""Keep the end of the document."""
+"""Keep the longest end of the text, in the same way."""
 TRUNCATION_NONE: Truncation.ValueType  # 3
 """Cut nothing: the document gets DOCUMENT_STATUS_TOO_LONG and no score."""
 global___Truncation = Truncation
@@ -141,7 +141,9 @@ class _DocumentStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     DOCUMENT_STATUS_UNSPECIFIED: _DocumentStatus.ValueType  # 0
     DOCUMENT_STATUS_OK: _DocumentStatus.ValueType  # 1
     DOCUMENT_STATUS_EMPTY: _DocumentStatus.ValueType  # 2
-    """The document has no text, or only white space."""
+    """The document has no text, or none that can be seen (white space, zero-width characters), or none such is left of it
+    within its limit.
+    """
     DOCUMENT_STATUS_TOO_LONG: _DocumentStatus.ValueType  # 3
     """Longer than its limit, and not to be cut (TRUNCATION_NONE, or a raw or token-id document)."""
     DOCUMENT_STATUS_NUMERIC_ERROR: _DocumentStatus.ValueType  # 4
@@ -157,7 +159,9 @@ class DocumentStatus(_DocumentStatus, metaclass=_DocumentStatusEnumTypeWrapper):
 DOCUMENT_STATUS_UNSPECIFIED: DocumentStatus.ValueType  # 0
 DOCUMENT_STATUS_OK: DocumentStatus.ValueType  # 1
 DOCUMENT_STATUS_EMPTY: DocumentStatus.ValueType  # 2
-"""The document has no text, or only white space."""
+"""The document has no text, or none that can be seen (white space, zero-width characters), or none such is left of it
+within its limit.
+"""
 DOCUMENT_STATUS_TOO_LONG: DocumentStatus.ValueType  # 3
 """Longer than its limit, and not to be cut (TRUNCATION_NONE, or a raw or token-id document)."""
 DOCUMENT_STATUS_NUMERIC_ERROR: DocumentStatus.ValueType  # 4
