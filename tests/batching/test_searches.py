@@ -242,7 +242,7 @@ def test_who_had_no_use_for_turns_has_saved_none():
 
 def test_what_lacks_pages_is_not_passed_for_ever_by_others_that_come():
     """Normal ones of ever new tenants, which always find the pages that they want."""
-    short = [search(24, f"t{n}", at=0.25 * n, pages=30) for n in range(400)]
+    short = [search(26, f"t{n}", at=0.25 * n, pages=30) for n in range(400)]
     big = search(10, "big", LOW, at=1.0, pages=80)
     ended = World(searches(places=1000)).run(*short, big, until=100.0)
     assert ended[big] < 1.0 + 4 * PRIORITY_SECONDS
