@@ -5,10 +5,10 @@ before, so searches are shared turn by turn, by what they got: a flow (a tenant'
 that got least, and as far before a flow of the class below as passes do. Within a flow passes' own order counts.
 
 The level is what a flow got that had no more and no less than its share of every turn. Who comes anew begins there, and
-so does who had no use for the turn before: nobody saves up. Where all of its class are further, as a lower one waits, it
-begins beside the nearest. As every turn raises the level, by its part of those who wanted that turn, whoever waits is in
-front of all that come once it rose by what the classes are apart. Of what has left nothing is kept: a name that returns
-is as a new one.
+so does who had no use for the turn before: nobody saves up. Where all of its class are further, as a lower one waits,
+it begins beside the nearest. As every turn raises the level, by its part of those who wanted that turn, whoever waits
+is in front of all that come once it rose by what the classes are apart. Of what has left nothing is kept: a name that
+returns is as a new one.
 """
 
 from __future__ import annotations
