@@ -257,7 +257,7 @@ class Batcher:
 
     def _leave(self, job: Job) -> None:
         self._jobs.pop(job.ticket, None)
-        self._scheduler.left(job.ticket)
+        self._scheduler.left(job.ticket, self._jobs, self._clock())
         if not self.passes.has(job):
             self._composer.drop(job)
         if heirs := self._in_flight.leave(job):
@@ -375,6 +375,7 @@ class Batcher:
         writing = [part.job for part in self.passes.running if not part.job.prefix_written]
         parts = self._composer.compose((job for job in order if not any(job is other for other in writing)), now)
         for part in parts:
+            self._scheduler.begun(part.job.ticket, part.work)
             self._scheduler.estimate(part.job.ticket, part.work + computing.get(part.job, Work()))
         return parts
 

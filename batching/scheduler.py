@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from batching.errors import CannotFinish, OverShare, QueueFull
 from batching.pass_time import PassTime, Work
+from batching.promises import Promises
 from batching.shares import MAX_TENANTS, FairShares
 
 PRIORITY_SECONDS = 10.0  # how much earlier a class has its turn than the class below it
@@ -66,6 +67,7 @@ class Ticket:
     work       what is still to be computed, made again each tick
     seconds    what that takes, predicted, but for the part that is running
     owed       seconds of its tenant's share that were set aside for it; share: the part of the device that this was
+    spent      seconds of the device, predicted, of the passes that had a part of it
     due        by when it should be done: its deadline, or earlier; with `seconds` it gives the order
     """
 
@@ -79,6 +81,7 @@ class Ticket:
     due: float = math.inf
     owed: float = 0.0
     share: float = 1.0
+    spent: float = 0.0
 
     def went_late(self, now: float) -> bool:
         """Whether a caller who goes now goes because of the deadline."""
@@ -138,7 +141,7 @@ class Scheduler:
         self.pass_time = pass_time
         self.shares = shares or FairShares()
         self._order = order
-        self._promised: dict[str, float] = {}  # tenant -> when a device of its share would be done with it
+        self._promised = Promises()
         self._tokens_per_byte: float | None = None
 
     def estimate(self, ticket: Ticket, running: Work | None = None) -> None:
@@ -159,7 +162,8 @@ class Scheduler:
         self.estimate(new)
         share = self.shares.share(new.tenant, now)
         self.shares.asked(new.tenant, new.seconds, now)
-        begin = self._begin(new, share, now)
+        self._promised.keep(MAX_TENANTS, now)
+        begin = now if share >= 1 else self._promised.begin(new.tenant, now)
         fair = begin + new.seconds * STRETCH / share
         new.due = due_at(fair, new.deadline)
         if queue or free_at > now:
@@ -168,22 +172,19 @@ class Scheduler:
                 self._check_share(new, queue, share, now)
                 self._check_deadlines(new, queue, free_at, now)
         new.share, new.owed = share, new.seconds / share
-        self._promised[new.tenant] = begin + new.owed
+        self._promised.until[new.tenant] = begin + new.owed
 
-    def left(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more: what was not computed of it is not charged to its tenant."""
-        undone, ticket.owed = min(ticket.seconds / ticket.share, ticket.owed), 0.0
-        if ticket.tenant in self._promised:
-            self._promised[ticket.tenant] -= undone
+    def begun(self, ticket: Ticket, part: Work) -> None:
+        """This part of it is in a pass."""
+        ticket.spent += self.pass_time.share(part, self.limits.pass_tokens)
 
-    def _begin(self, new: Ticket, share: float, now: float) -> float:
-        """When a tenant's own device, as fast as its share, would begin with this request.
-
-        So a tenant that sends a thousand requests at once gets them done one after the other, not before all others'.
-        """
-        if len(self._promised) > MAX_TENANTS:
-            self._promised = {tenant: until for tenant, until in self._promised.items() if until > now}
-        return now if share >= 1 else max(now, self._promised.get(new.tenant, now))
+    def left(self, ticket: Ticket, queue: Iterable[Ticket], now: float) -> None:
+        """Nobody waits for it any more: its tenant is charged what was computed for it, whatever was set aside. queue:
+        who waits still."""
+        back, ticket.owed, ticket.spent = ticket.owed - ticket.spent / ticket.share, 0.0, 0.0
+        if back and (back < 0 or self._promised.begin(ticket.tenant, now) > now):
+            waiting = sum(other.seconds / other.share for other in queue if other.tenant == ticket.tenant)
+            self._promised.give_back(ticket.tenant, back, waiting, now)
 
     def _check_tokens(self, new: Ticket, queue: Sequence[Ticket], share: float) -> None:
         waiting, limit = sum(ticket.work.tokens for ticket in queue), self.limits.queue_tokens

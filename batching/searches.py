@@ -2,8 +2,13 @@
 
 Passes are shared when they are accepted, by what is predicted. A search may run for minutes and its end is not known
 before, so searches are shared turn by turn, by what they got: a flow (a tenant's searches of one priority) goes first
-that got least, and as far before a flow of the class below as passes do. Within a flow passes' own order counts. Who
-comes anew counts as if it had got as much as the flow that got least: nobody saves up.
+that got least, and as far before a flow of the class below as passes do. Within a flow passes' own order counts.
+
+The level is what a flow got that had no more and no less than its share of every turn. Who comes anew begins there, and
+so does who had no use for the turn before: nobody saves up. Where all of its class are further, as a lower one waits,
+it begins beside the nearest. As every turn raises the level, by its part of those who wanted that turn, whoever waits
+is in front of all that come once it rose by what the classes are apart. Of what has left nothing is kept: a name that
+returns is as a new one.
 """
 
 from __future__ import annotations
@@ -65,8 +70,9 @@ class Searches:
         self._part = 1.0  # of their steps that searches take which may end before
         self._under_way: dict[SearchTicket, None] = {}
         self._holding: dict[SearchTicket, None] = {}
-        self._least = 0.0  # seconds of the device over weight that every flow under way got,
-        self._got: dict[Flow, float] = {}  # and those of flows that got more
+        self._level = 0.0  # seconds of the device over weight,
+        self._got: dict[Flow, float] = {}  # as what each flow under way got
+        self._wanted: set[Flow] = set()  # the turn that was given last
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -79,22 +85,34 @@ class Searches:
         self._check_places(ticket)
         self._check_deadline(new, now)
         self._under_way[new] = None
+        self._got.setdefault(new.flow, self._level)
 
     def leave(self, search: SearchTicket, whole: bool) -> None:
         """Its place and pages are free. whole: it ran to its end."""
         self._under_way.pop(search, None)
         self._holding.pop(search, None)
+        if all(other.flow != search.flow for other in self._under_way):
+            self._got.pop(search.flow, None)
+            self._wanted.discard(search.flow)
         if search.measured:
             self._step_time.learn(search.step, search.spent / search.measured)
         if whole and not search.certain:
             self._part += FORGETTING * (search.taken / search.steps - self._part)
 
     def next_turn(self, waiting: Iterable[SearchTicket], now: float) -> SearchTicket:
-        """Whose turn is next, of those that wait for it."""
+        """Whose turn is next, of those that wait for it: all that could use it."""
+        waiting = list(waiting)
+        wanted = {search.flow for search in waiting}
+        stayed = wanted & self._wanted
+        for tenant, priority in wanted - stayed:
+            least = min((self._got[flow] for flow in stayed if flow[1] == priority), default=self._level)
+            self._got[tenant, priority] = max(self._got[tenant, priority], self._level, least)
+        self._wanted = wanted
         return min(waiting, key=lambda search: self._rank(search, now))
 
     def next_pages(self, waiting: Iterable[SearchTicket], now: float) -> SearchTicket | None:
-        """Who gets pages now. A search for which there are not enough yet is passed by others until it is due."""
+        """Who gets pages now. A search for which there are not enough yet is passed by others until it is due. A flow
+        that has none yet stays at the level at which it came, so that those who come later are behind it."""
         held = self._held()
         kept_back: set[str] = set()
         for search in sorted(waiting, key=lambda search: self._rank(search, now)):
@@ -118,15 +136,14 @@ class Searches:
         if measured:
             search.measured, search.spent = search.measured + steps, search.spent + seconds
         self._estimate(search)
-        flows = {other.flow for other in self._under_way}
+        tenants = Counter(tenant for tenant, _ in self._wanted | {search.flow})
         tenant = search.ticket.tenant
-        classes = sum(name == tenant for name, _ in flows)  # so that a tenant gets no more by asking in several
-        self._got[search.flow] = self._so_far(search.flow) + seconds * max(1, classes) / self._shares.weight(tenant)
-        self._least = max(self._least, min(map(self._so_far, flows), default=0.0))
-        self._got = {flow: got for flow, got in self._got.items() if got > self._least}
+        classes = tenants[tenant]  # so that a tenant gets no more by asking in several
+        self._got[search.flow] = self._so_far(search.flow) + seconds * classes / self._shares.weight(tenant)
+        self._level += seconds / sum(map(self._shares.weight, tenants))
 
     def _so_far(self, flow: Flow) -> float:
-        return self._got.get(flow, self._least)
+        return self._got.get(flow, self._level)
 
     def _rank(self, search: SearchTicket, now: float) -> tuple[float, ...]:
         lead = PRIORITY_SECONDS * search.ticket.priority

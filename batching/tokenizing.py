@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from batching.promises import Promises
 from batching.scheduler import DISTANT, PATIENCE, PRIORITY_SECONDS, STRETCH, TextsAhead, Ticket, by_due
 
 LARGE_BYTES = 1 << 20
@@ -21,15 +22,14 @@ BESIDE_BYTES = 1024  # what a text takes beside its bytes, as bytes: of many sho
 class Text:
     """A request of `size` bytes, and of so many tokens at most.
 
-    ticket.seconds: what tokenizing it takes, predicted; began: when a thread took it; owed: seconds by which it moved
-    what comes after it of its tenant.
+    ticket.seconds: what tokenizing it takes, predicted; ticket.owed: by which it moved what comes after it of its
+    tenant; began: when a thread took it.
     """
 
     size: int
     most_tokens: int
     ticket: Ticket
     began: float | None = None
-    owed: float = 0.0
 
     @property
     def large(self) -> bool:
@@ -51,7 +51,7 @@ class TextQueue:
         self._waiting: dict[Text, None] = {}
         self._running: dict[Text, None] = {}
         self._tenants: Counter[str] = Counter()  # texts of each, waiting and running
-        self._promised: dict[str, float] = {}  # tenant -> when threads of its share would be done with it
+        self._promised = Promises()
         self._learned_bytes = self._learned_seconds = 0.0
 
     @property
@@ -68,17 +68,17 @@ class TextQueue:
     def look(self, ticket: Ticket, size: int, most_tokens: int, now: float) -> Text:
         """The text as it would stand in the queue."""
         ticket.seconds = (size + BESIDE_BYTES) * self.seconds_per_byte
-        fair = self._begin(ticket.tenant, now) + ticket.seconds * STRETCH * self._sharing(ticket.tenant)
+        fair = self._promised.begin(ticket.tenant, now) + ticket.seconds * STRETCH * self._sharing(ticket.tenant)
         ticket.due = fair + PATIENCE if ticket.deadline is None else min(ticket.deadline, fair + DISTANT)
         return Text(size, most_tokens, ticket)
 
     def add(self, text: Text, now: float) -> None:
         """It waits from now on."""
         tenant = text.ticket.tenant
-        begin = self._begin(tenant, now)
+        begin = self._promised.begin(tenant, now)
         self._tenants[tenant] += 1
-        text.owed = text.ticket.seconds * self._sharing(tenant)
-        self._promised[tenant] = begin + text.owed
+        text.ticket.owed = text.ticket.seconds * self._sharing(tenant)
+        self._promised.until[tenant] = begin + text.ticket.owed
         self._waiting[text] = None
         self.bytes += text.size
 
@@ -94,11 +94,13 @@ class TextQueue:
             text.began = now
         return text
 
-    def give_up(self, text: Text) -> None:
+    def give_up(self, text: Text, now: float) -> None:
         """Nobody waits for it any more: it is not begun, nor is its tenant charged, unless a thread has it already."""
         if text in self._waiting:
             del self._waiting[text]
-            self._promised[text.ticket.tenant] -= text.owed
+            tenant = text.ticket.tenant
+            waiting = sum(other.ticket.owed for other in self._waiting if other.ticket.tenant == tenant)
+            self._promised.give_back(tenant, text.ticket.owed, waiting, now)
             self._left(text)
 
     def ended(self, text: Text, now: float | None) -> None:
@@ -128,16 +130,12 @@ class TextQueue:
         """How many tenants share the threads with it, itself included."""
         return len(self._tenants) + (tenant not in self._tenants)
 
-    def _begin(self, tenant: str, now: float) -> float:
-        """When threads of this tenant alone, as fast as its share, would begin with its next text."""
-        return max(now, self._promised.get(tenant, now))
-
     def _left(self, text: Text) -> None:
         self.bytes -= text.size
         tenant = text.ticket.tenant
         self._tenants[tenant] -= 1
         if not self._tenants[tenant]:  # names come from callers: none is remembered that asks for nothing
-            del self._tenants[tenant], self._promised[tenant]
+            del self._tenants[tenant], self._promised.until[tenant]
 
 
 def _over(ticket: Ticket, now: float) -> bool:

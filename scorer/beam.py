@@ -26,7 +26,7 @@ from scorer.errors import InvalidRequest
 T = TypeVar("T")
 
 MAX_BEAMS = 512
-MAX_SEARCHES = 64  # running or waiting; more are refused
+MAX_SEARCHES = 64  # running or waiting; more are refused, and of one tenant before, as its class leaves some to others
 TURN_SECONDS = 0.004  # that a search's steps take between two passes: about as long as a small pass, or a step or two
 IDLE_TURN_SECONDS = 0.1  # that they take where nothing else waits, at most
 
@@ -126,7 +126,7 @@ class BeamSearcher:
         self._searches.leave(ticket, whole)
         if (pages := self._held.pop(ticket, None)) is not None:
             self._pages.give_back(pages)
-            self._room.move()
+        self._room.move()  # also who had none yet may have stood before others
 
     def _give_pages(self, ticket: SearchTicket) -> None:
         self._searches.hold(ticket)
@@ -215,15 +215,19 @@ class BeamSearcher:
 
     async def _run(self, search: BeamRun, prompt: Prompt | None) -> None:
         seconds = self._turn_seconds, max(self._turn_seconds, self._idle_turn_seconds)
+        steps, whole = search.steps, False
+        times: list[float] = []
 
-        def work() -> tuple[int, float]:
-            steps, began = search.steps, self._timer()
-            search.run(self._steps, Turn(*seconds, partial(self._wanted, prompt), self._timer))
-            return search.steps - steps, self._timer() - began
+        def work() -> None:
+            times.append(self._timer())
+            try:
+                search.run(self._steps, Turn(*seconds, partial(self._wanted, prompt), self._timer))
+            finally:
+                times.append(self._timer())
 
         try:
-            steps, took = await self._engine.between(work)
-            self._searches.ran(search.ticket, steps, took, measured=prompt is None)  # or the prompt's pass is in it
+            await self._engine.between(work)
+            whole = prompt is None  # or the prompt's pass is in it
         except DeviceGone as error:
             self._batcher.give_up(str(error))
             raise DeviceFailed(str(error)) from error
@@ -231,3 +235,7 @@ class BeamSearcher:
             raise
         except Exception as error:
             raise DeviceFailed(f"{type(error).__name__} in a beam step") from error
+        finally:  # also what was cancelled, or came to nothing, had the device
+            now = self._timer()
+            began, ended, *_ = *times, now, now
+            self._searches.ran(search.ticket, search.steps - steps, ended - began, measured=whole)

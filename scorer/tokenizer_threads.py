@@ -109,8 +109,9 @@ class TokenizerThreads:
         return text, work
 
     def _leave(self, text: Text) -> None:
+        now = self._clock()
         with self._lock:
-            self._queue.give_up(text)
+            self._queue.give_up(text, now)
             self._work.pop(text, None)
 
     def _turns(self) -> None:
@@ -148,7 +149,7 @@ class TokenizerThreads:
         with self._lock:
             waiting, self._work = self._work, {}
             for text in waiting:
-                self._queue.give_up(text)
+                self._queue.give_up(text, self._clock())
         for _, work in waiting.values():
             work.cancel()
 

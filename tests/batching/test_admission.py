@@ -340,10 +340,9 @@ def test_a_tenant_is_not_charged_for_what_was_left_undone(done):
     made, fresh = crowded("a", "b"), crowded("a", "b")
     waiting(made, ticket(100, tenant="a"))
     gone = waiting(made, ticket(1000, tenant="a"))[0]
-    gone.work = Work(int(1000 * (1 - done)))
-    made.estimate(gone)
-    made.left(gone)
-    made.left(gone)  # once
+    made.begun(gone, Work(int(1000 * done)))
+    made.left(gone, [], 0.0)
+    made.left(gone, [], 0.0)  # once
     waiting(fresh, ticket(100 + int(1000 * done), tenant="a"))
     dues = [waiting(each, ticket(100, tenant="a"))[0].due for each in (made, fresh)]
     assert dues[0] == pytest.approx(dues[1], rel=1e-3)
@@ -356,10 +355,43 @@ def test_no_more_comes_back_than_was_set_aside():
     gone = waiting(made, ticket(100, tenant="a"))[0]
     gone.work = Work(5000)  # its prefix left the cache while it waited
     made.estimate(gone)
-    made.left(gone)
-    made.left(ticket(10, tenant="who never came"))
+    made.left(gone, [], 0.0)
+    made.left(ticket(10, tenant="who never came"), [], 0.0)
     dues = [waiting(each, ticket(100, tenant="a"))[0].due for each in (made, fresh)]
     assert dues[0] == pytest.approx(dues[1], rel=1e-3)
+
+
+def test_what_was_computed_beyond_what_was_set_aside_is_charged():
+    """It paid for items of others who went."""
+    made, fresh = crowded("a", "b"), crowded("a", "b")
+    one = waiting(made, ticket(100, tenant="a"))[0]
+    made.begun(one, Work(300))
+    made.left(one, [], 0.0)
+    waiting(fresh, ticket(300, tenant="a"))
+    dues = [waiting(each, ticket(100, tenant="a"))[0].due for each in (made, fresh)]
+    assert dues[0] == pytest.approx(dues[1], rel=1e-3)
+
+
+def test_what_came_while_nobody_else_asked_gives_nothing_back_of_later_ones():
+    """Each of those was promised the whole device, and moved its tenant's time no further than the one before."""
+    made = scheduler()
+    old = waiting(made, *(ticket(1000, tenant="a") for _ in range(20)))
+    waiting(made, ticket(1000, tenant="b"))
+    new = waiting(made, *(ticket(1000, tenant="a") for _ in range(5)))
+    while old:
+        made.left(old.pop(), [*old, *new], 0.0)
+    assert made._promised.until["a"] == pytest.approx(sum(one.owed for one in new))
+    assert waiting(made, ticket(1000, tenant="a"))[0].due > max(one.due for one in new)
+
+
+def test_what_is_past_comes_back_to_nobody():
+    made = crowded("a", "b")
+    old = waiting(made, *(ticket(1000, tenant="a") for _ in range(5)))
+    made.shares.asked("b", 1000.0, 60.0)
+    new = waiting(made, *(ticket(1000, tenant="a", submitted=60.0) for _ in range(3)))
+    while old:
+        made.left(old.pop(), [*old, *new], 60.0)
+    assert made._promised.until["a"] == pytest.approx(60.0 + sum(one.owed for one in new))
 
 
 # --- what tenants asked for
@@ -462,6 +494,6 @@ def test_who_would_be_in_time_without_the_new_one_is_not_made_late_by_it():
 
 def test_what_tenants_were_promised_is_forgotten_once_it_is_over_where_they_are_many():
     made = shared(now=6.0)
-    made._promised = {str(tenant): 5.0 + 2.0 * (tenant == 3) for tenant in range(MAX_TENANTS + 1)}
+    made._promised.until = {str(tenant): 5.0 + 2.0 * (tenant == 3) for tenant in range(MAX_TENANTS + 1)}
     made.admit(ticket(100, tenant="a", submitted=6.0), [], 6.0, 6.0)
-    assert made._promised == {"3": 7.0, "a": pytest.approx(6.0 + 0.1 / 0.5)}
+    assert made._promised.until == {"3": 7.0, "a": pytest.approx(6.0 + 0.1 / 0.5)}

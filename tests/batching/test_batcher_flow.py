@@ -254,3 +254,27 @@ def busy(now):
     for n in range(10, 0, -1):
         window.ran(now - n, now - n + 1)
     return window
+
+
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_a_tenant_is_charged_once_for_what_is_computed_once(gone):
+    """Equal requests while another tenant asks for more than the device. gone: of those that pay, how many leave."""
+
+    async def charged(count):
+        made = timed(1e-3, pass_tokens=16)  # faster than predicted, so that nothing that was promised is past
+        now = asyncio.get_running_loop().time()
+        made.shares.asked("other", 100.0, now)
+        running = submitted(made, request([9], [9], tenant="other"))
+        await asyncio.sleep(1e-4)
+        same = [submitted(made, request([1, 2], *[[7, 7, n] for n in range(9)])) for _ in range(count)]
+        await asyncio.sleep(1e-4)
+        for task in same[: min(gone, count - 1)]:
+            task.cancel()
+        await asyncio.gather(running, *same, return_exceptions=True)
+        await made.drain()
+        return made._scheduler._promised.until[""] - now
+
+    async def scenario():
+        assert await charged(5) == pytest.approx(await charged(1), rel=0.1)
+
+    run(scenario())

@@ -1,7 +1,11 @@
 """Whose beam search has its turn, gets pages and is let in, over numbers and a clock that the test holds."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batching.errors import CannotFinish, NotAdmitted, OverShare, QueueFull
 from batching.pass_time import Work
@@ -11,6 +15,7 @@ from batching.shares import FairShares
 
 LOW, NORMAL, HIGH = -1, 0, 1
 TURN = 0.01
+TURNS = 4.0  # a turn of a tenant that uses three classes counts as three, and one more
 
 
 class PerStep:
@@ -156,15 +161,126 @@ def test_nobody_saves_turns_up():
     assert world.got["other"] == pytest.approx(10 / TURN, abs=2)
 
 
-def test_what_one_got_is_forgotten_when_all_have_caught_up():
+def turns(made, waiting, count):
+    """How many each of those that wait gets."""
+    got = Counter()
+    for _ in range(count):
+        one = made.next_turn(waiting, 0.0)
+        made.ran(one, 1, TURN)
+        got[one] += 1
+    return [got[one] for one in waiting]
+
+
+def test_of_who_has_left_nothing_is_kept():
     made = searches()
+    stays = search(10_000, "stays", LOW)
+    made.admit(stays, 0.0)
     for n in range(500):
         one = search(1, f"t{n}")
         made.admit(one, 0.0)
-        made.ran(one, 1, TURN)
+        turns(made, [stays, one], 1)
         made.leave(one, whole=True)
-    assert len(made) == 0
-    assert len(made._got) <= 1
+        assert set(made._got) == {stays.flow} >= made._wanted
+    made.leave(stays, whole=False)
+    assert (len(made), made._got, made._wanted) == (0, {}, set())
+
+
+def test_what_was_got_before_all_was_idle_counts_no_more():
+    made = searches()
+    old, other = search(10_000, "a"), search(10_000, "waits for pages", pages=100)
+    let_in(made, old, other)
+    turns(made, [old], 6000)
+    for one in (old, other):
+        made.leave(one, whole=True)
+    again = search(100, "a"), search(100, "b")
+    let_in(made, *again)
+    assert turns(made, again, 100) == [50, 50]
+
+
+@pytest.mark.parametrize("name", ["same", "fresh {}"])
+@pytest.mark.parametrize("steps", [10, 500, 1500])
+@pytest.mark.parametrize("priority", [NORMAL, HIGH])
+def test_searches_of_higher_classes_one_after_the_other_take_no_more_than_their_half(priority, steps, name):
+    """And what their class is before it, whoever's they are."""
+    made, low = searches(), search(100_000, "low", LOW)
+    made.admit(low, 0.0)
+    count = 20_000
+    while count:
+        one = search(steps, name.format(count), priority)
+        made.admit(one, 0.0)
+        while one.taken < one.steps and count:
+            turns(made, [low, one], 1)
+            count -= 1
+        made.leave(one, whole=True)
+    lead = (priority - LOW) * PRIORITY_SECONDS / TURN
+    assert 10_000 - lead - 2 <= low.taken <= 10_000 + 2
+
+
+@pytest.mark.parametrize("beside", [[], [search(10_000, "low", LOW)], [search(10_000, "high", HIGH)]])
+@pytest.mark.parametrize("waits", [False, True])
+def test_one_that_comes_has_turns_with_those_of_its_class(beside, waits):
+    """Whoever of another class is under way, or waits for pages. Only what waited for a higher one goes before it."""
+    made = searches()
+    old, new, third = search(10_000, "old"), search(10_000, "new"), search(1, "third", LOW, pages=100)
+    let_in(made, old, *beside, *([third] if waits else []))
+    turns(made, [old, *beside], 900)
+    made.admit(new, 0.0)
+    got = turns(made, [old, new, *beside], 900)
+    assert got[1] <= got[0] + 1
+    assert got[0] <= got[1] + 1 or HIGH in (one.ticket.priority for one in beside)
+
+
+def test_who_had_no_use_for_turns_has_saved_none():
+    """It held its pages, and waited for its prompt."""
+    made = searches()
+    one, other = search(10_000, "one"), search(10_000, "other")
+    let_in(made, one, other)
+    turns(made, [one, other], 2)
+    turns(made, [one], 1000)
+    assert turns(made, [one, other], 100) == [50, 50]
+
+
+def test_what_lacks_pages_is_not_passed_for_ever_by_others_that_come():
+    """Normal ones of ever new tenants, which always find the pages that they want."""
+    short = [search(26, f"t{n}", at=0.25 * n, pages=30) for n in range(400)]
+    big = search(10, "big", LOW, at=1.0, pages=80)
+    ended = World(searches(places=1000)).run(*short, big, until=100.0)
+    assert ended[big] < 1.0 + 4 * PRIORITY_SECONDS
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["come", "come", "away", "back", "leave"]),
+    st.integers(0, 100),
+    st.sampled_from(["fresh", "a", "b", "c"]),
+    st.sampled_from([LOW, NORMAL, HIGH]),
+    st.integers(1, 80),
+)
+
+
+@given(st.lists(EVENTS, max_size=40), st.sampled_from([{}, {"a": 3.0}]))
+def test_nobody_gets_much_less_or_more_than_its_share_whoever_comes(events, weights):
+    """Since it began to wait: less by what the classes are apart, and some turns of a second; more likewise."""
+    made, names = searches(places=1000, weights=weights), iter(range(1000))
+    waiting, away, ahead = [], [], {}
+    for do, which, tenant, priority, count in events:
+        if do == "come":
+            waiting.append(search(10**6, f"t{next(names)}" if tenant == "fresh" else tenant, priority))
+            made.admit(waiting[-1], 0.0)
+        elif do == "back" and away:
+            waiting.append(away.pop(which % len(away)))
+        elif waiting and do in ("away", "leave"):
+            one = waiting.pop(which % len(waiting))
+            away.append(one) if do == "away" else made.leave(one, whole=False)
+        for _ in range(count if waiting else 0):
+            one = made.next_turn(waiting, 0.0)
+            made.ran(one, 1, 1.0)
+            flows = {each.flow for each in waiting}
+            classes = Counter(tenant for tenant, _ in flows)
+            part = 1.0 / sum(weights.get(tenant, 1.0) for tenant in classes)
+            ahead = {flow: ahead.get(flow, 0.0) - part for flow in flows}  # seconds over weight
+            ahead[one.flow] += classes[one.ticket.tenant] / weights.get(one.ticket.tenant, 1.0)
+            for (_, priority), lead in ahead.items():
+                assert -2 * PRIORITY_SECONDS - TURNS <= lead <= (1 + priority) * PRIORITY_SECONDS + TURNS
 
 
 def held(made, *asked, now=0.0):

@@ -1,5 +1,7 @@
 """Whose text is tokenized next and what stands before a newcomer, over numbers and a clock that the test holds."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,7 +70,7 @@ def test_a_deadline_that_has_come_is_never_begun():
     assert made.take(0.2) is other
     assert made.take(0.2) is None
     assert made.bytes == 20, "it counts until the one who waits for it goes"
-    made.give_up(late)
+    made.give_up(late, 0.2)
     assert made.bytes == 10
 
 
@@ -171,10 +173,28 @@ def test_a_tenant_is_not_charged_for_what_it_gave_up():
     made = queue(threads=1)
     other, first = added(made, 10, tenant="b"), added(made, 10, tenant="a")
     for text in [added(made, 1_000_000, tenant="a") for _ in range(60)]:
-        made.give_up(text)
+        made.give_up(text, 0.0)
     second = added(made, 10, tenant="a")
     later = added(made, 10, 0.1, tenant="b")
     assert taken(made, 4) == [other, first, second, later]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1_000_000), st.sampled_from("ab"), st.booleans(), st.floats(0, 2)), max_size=20)
+)
+def test_what_is_given_up_brings_back_neither_the_past_nor_what_others_wait_for(texts):
+    made, now, waiting = queue(), 0.0, []
+    for size, tenant, goes, later in texts:
+        waiting.append(added(made, size, now, tenant=tenant))
+        now += later
+        if goes:
+            gone = waiting.pop(0)
+            before = made._promised.until[gone.ticket.tenant]
+            made.give_up(gone, now)
+            mine = [text.ticket.owed for text in waiting if text.ticket.tenant == gone.ticket.tenant]
+            after = made._promised.until[gone.ticket.tenant] if mine else math.inf
+            assert after >= min(max(before, now), now + sum(mine)) - 1e-9
+            assert not mine or after >= now
 
 
 def test_what_a_thread_has_is_charged_though_nobody_waits_for_it():
@@ -182,7 +202,7 @@ def test_what_a_thread_has_is_charged_though_nobody_waits_for_it():
     running = added(made, 1_000_000, tenant="a")
     made.take(0.0)
     added(made, 10, tenant="b")
-    made.give_up(running)
+    made.give_up(running, 0.0)
     assert added(made, 10, tenant="a").ticket.due > 1.0
 
 
@@ -220,7 +240,7 @@ def test_what_stands_before_a_large_one():
     made = queue()
     running, small = added(made, 2 * LARGE, deadline=5.0), added(made, 1000, deadline=0.5)
     assert made.take(0.0) is small
-    made.give_up(small)  # a thread has it: it goes on
+    made.give_up(small, 0.1)  # a thread has it: it goes on
     assert made.take(0.0) is running
     ahead = made.ahead(made.look(ticket(0.1, 0.9), 3 * LARGE, 9, 0.1), 0.1)
     assert sorted(size for size, _ in ahead.sizes) == [small.size, running.size]
@@ -257,13 +277,13 @@ def test_nothing_is_lost_begun_twice_or_begun_late(threads, steps):
         elif do == "end" and running:
             made.ended(running.pop(0), now)
         elif do == "give up" and waiting:
-            made.give_up(waiting.pop())
+            made.give_up(waiting.pop(), now)
         else:
             now += 0.3
         assert made.bytes == sum(t.size for t in (*waiting, *running))
         assert all(size >= 0 for size, _ in made.ahead(made.look(ticket(now, now + 1.0), 10, 9, now), now).sizes)
     for text in waiting:
-        made.give_up(text)
+        made.give_up(text, now)
     for text in running:
         made.ended(text, now)
-    assert (made.bytes, made._waiting, made._running, dict(made._tenants), made._promised) == (0, {}, {}, {}, {})
+    assert (made.bytes, made._waiting, made._running, dict(made._tenants), made._promised.until) == (0, {}, {}, {}, {})

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -328,6 +329,101 @@ def test_callers_who_leave_anywhere_free_everything_and_hold_up_nobody():
                 assert (made.under_way, made._at_turn, made._held) == (0, 0, {})
                 assert made._pages._pool.free == 8
             assert made._running is None
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+class Slow:
+    """Steps of which each holds until it may go on."""
+
+    def __init__(self, inner):
+        self._inner, self.began, self.go_on = inner, threading.Event(), threading.Event()
+
+    def submit(self, step):
+        self.began.set()
+        assert self.go_on.wait(30)
+        return self._inner.submit(step)
+
+
+def charged(made):
+    """[(steps, seconds, measured)] of every turn, as the policy hears of it."""
+    turns, ran = [], made._searches.ran
+
+    def hear(ticket, steps, seconds, measured):
+        turns.append((steps, seconds, measured))
+        ran(ticket, steps, seconds, measured)
+
+    made._searches.ran = hear
+    return turns
+
+
+def test_a_turn_is_charged_also_where_its_caller_leaves_in_it():
+    model, slow = tiny("llama"), []
+
+    async def run():
+        def steps(*given):
+            slow.append(Slow(ModelSteps(*given)))
+            return slow[0]
+
+        async with searcher(model, steps=steps) as (made, _):
+            turns = charged(made)
+            task = asyncio.create_task(made.search(BeamRequest(prompt_of(1), options())))
+            while not slow[0].began.is_set():
+                await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            slow[0].go_on.set()
+            return turns
+
+    [(steps, seconds, measured)] = asyncio.run(run())
+    assert (steps, measured) == (0, False)
+    assert seconds > 0.0
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_a_turn_that_fails_is_charged(nan):
+    model = tiny("llama")
+
+    async def run():
+        async with searcher(model, steps=lambda *given: Broken(ModelSteps(*given), nan)) as (made, _):
+            turns = charged(made)
+            with pytest.raises(DeviceFailed):
+                await made.search(BeamRequest(prompt_of(1), options()))
+            return turns
+
+    [(steps, seconds, measured)] = asyncio.run(run())
+    assert (steps, measured) == (0, False)
+    assert seconds > 0.0
+
+
+def test_who_waits_behind_one_that_waits_for_pages_is_let_in_when_that_one_leaves():
+    """What is due keeps back all behind it until there are pages for it."""
+    model, slow = tiny("llama"), []
+    long, big = options(num_beams=2, max_new_tokens=160, eos_ids=()), options(num_beams=8, max_new_tokens=80)
+
+    async def run():
+        def steps(*given):
+            slow.append(Slow(ModelSteps(*given)))
+            return slow[0]
+
+        async with searcher(model, steps=steps) as (made, _):
+            holds = asyncio.create_task(made.search(BeamRequest(prompt_of(1), long, asked=Asked("a"))))
+            while not slow[0].began.is_set():
+                await asyncio.sleep(0.001)
+            waits = asyncio.create_task(made.search(BeamRequest(prompt_of(1), big, asked=Asked("b"))))
+            await asyncio.sleep(0)
+            [front] = made._room._waiting
+            front.ticket.due = made._clock()
+            behind = asyncio.create_task(made.search(BeamRequest(prompt_of(1), options(), asked=Asked("c"))))
+            await asyncio.sleep(0)
+            assert len(made._room._waiting) == 2
+            waits.cancel()
+            await asyncio.gather(waits, return_exceptions=True)
+            assert len(made._held) == 2, "nothing else moved"
+            for task in (holds, behind):
+                task.cancel()
+            slow[0].go_on.set()
+            await asyncio.gather(holds, behind, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
