@@ -28,6 +28,7 @@ from scorer.refusal import STATUS_CODES, Refused, abort, refusal_of
 from scorer.reply import model_info
 from scorer.score_request import Answered, score_request
 from scorer.stream import answers
+from scorer.threads import on_daemon
 from scorer.together import Part, score_together
 from scorer.tokenized import PRIORITIES
 from scorer.tokenizer_threads import TokenizerThreads
@@ -78,6 +79,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._sampler = Sampler()
         self._runtime: Runtime | None = None
         self._refusing: str | None = "the service is starting"
+        self._fingerprint: asyncio.Future[str] | None = None
         self.calls = Calls(metrics)
         self.tokenizers = TokenizerThreads(max_tokenizing_bytes, metrics.batching)
 
@@ -274,11 +276,15 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         return model_info(self._accepting(), self._version)
 
     async def fingerprint(self) -> str:
-        """Of all that a score depends on beside rounding; the first one takes as long as reading the checkpoint does.
+        """Of all that a score depends on beside rounding; the first one takes as long as reading the checkpoint does,
+        and one reading serves all who ask meanwhile. A stop does not wait for it.
 
         Raises Unavailable.
         """
-        return await asyncio.to_thread(self._accepting().fingerprint)
+        runtime = self._accepting()
+        if self._fingerprint is None or self._fingerprint.done():
+            self._fingerprint = asyncio.ensure_future(on_daemon("fingerprint", runtime.fingerprint))
+        return await asyncio.shield(self._fingerprint)
 
     async def score(
         self, request: pb.ScoreRequest, deadline: float | None = None, parts: Sequence[Part] = ()
