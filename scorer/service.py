@@ -29,7 +29,7 @@ from scorer.reply import model_info
 from scorer.score_request import Answered, score_request
 from scorer.stream import answers
 from scorer.threads import on_daemon
-from scorer.together import Part, score_together
+from scorer.together import Entrance, Part, score_together
 from scorer.tokenized import PRIORITIES
 from scorer.tokenizer_threads import TokenizerThreads
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
@@ -294,12 +294,14 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         Raises the exceptions of `scorer.refusal.STATUS_CODES`. Cancelling the awaiting task cancels the work.
         """
 
-        async def told(part: pb.ScoreRequest) -> pb.ScoreResponse:
-            return (await self._answered(part, deadline)).response
-
         if parts:
-            started = time.perf_counter()
-            response = await score_together(request, parts, self._accepting().limits, told)
+            started, runtime = time.perf_counter(), self._accepting()
+            entrance = Entrance(runtime.batcher.submit, runtime.batcher.max_queue_tokens)
+
+            async def told(part: pb.ScoreRequest) -> pb.ScoreResponse:
+                return (await self._answered(part, deadline, entrance)).response
+
+            response = await score_together(request, parts, runtime.limits, told)
             response.timings.total_seconds = time.perf_counter() - started
             results: Sequence[pb.DocumentResult] = response.results
         else:
@@ -307,9 +309,11 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._metrics.answered(response, results, request.priority)
         return response
 
-    async def _answered(self, request: pb.ScoreRequest, deadline: float | None) -> Answered:
+    async def _answered(
+        self, request: pb.ScoreRequest, deadline: float | None, entrance: Entrance | None = None
+    ) -> Answered:
         """The answer, of which a sample is scored again."""
-        answered = await score_request(self._accepting(), self.tokenizers, request, deadline)
+        answered = await score_request(self._accepting(), self.tokenizers, request, deadline, entrance)
         if answered.request is not None and answered.scores is not None:
             self._sampler.offer(answered.request, answered.scores)
         return answered
