@@ -128,11 +128,12 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         caller: Caller = ANYONE,
         trace: Mapping[str, str] = NO_TRACE,
         parts: Sequence[Part] = (),
+        check: Callable[[pb.ScoreResponse], None] | None = None,
     ) -> pb.ScoreResponse:
         """Scores one call, counts it once and logs it once, whatever protocol it came by.
 
         remaining: seconds to the caller's deadline; trace: its W3C trace context; parts: of a call with several
-        queries, whose own one is unset.
+        queries, whose own one is unset; check: raises InvalidRequest where the caller's protocol cannot say this answer.
         Raises Refused. Cancelling the awaiting task cancels the work.
         """
         started = time.perf_counter()
@@ -142,6 +143,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self.calls.enter()
         try:
             response = await self.score(self._admitted(request, caller), deadline, parts)
+            if check is not None:
+                check(response)
             return response
         except asyncio.CancelledError:
             code = cancelled(remaining, time.perf_counter() - started)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import socket
 import ssl
@@ -11,15 +12,19 @@ from itertools import chain
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
 
 from batching.errors import DeviceFailed, Expired, QueueFull
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.errors import InvalidRequest
 from scorer.http import listener
+from scorer.http.app import make_app
 from scorer.http.problems import HTTP_CODES
 from scorer.http.rerank import RerankV1, RerankV2
 from scorer.http.score import ItemsRequest, PairsRequest
 from scorer.http.texts import TextsRequest
+from scorer.metrics import Metrics
+from scorer.service import ScorerService
 from scorer.tokenization import Label
 from tests.certificates import Pki
 from tests.scorer.test_server import Life, run
@@ -291,6 +296,62 @@ def test_a_bad_field_is_named(path, body, told):
     answer = asked(path, body)
     assert answer.status_code == (422 if path == "/rerank" else 400)
     assert told in message(path, answer)
+
+
+NOT_SO = [
+    ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 1, "top_k": 1}),
+    ("/v1/score", {"query": "q", "items": ["a"], "item_first": True}),
+    ("/v1/score", {"query": "q", "items": [[1]]}),
+    ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}),
+    ("/score", {"text_1": "q"}),
+]
+NO_SCORE = [
+    ("/v1/rerank", {"query": "q", "documents": ["", " "]}),
+    ("/v2/rerank", {"query": "q", "documents": [""]}),
+    ("/rerank", {"query": "q", "texts": ["a", ""]}),
+    ("/v1/score", {"query": "q", "items": ["a", ""]}),
+    ("/score", {"text_1": "q", "text_2": ["a", ""]}),
+    ("/score", {"text_1": ["q", "r"], "text_2": ["a", ""]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NOT_SO + NO_SCORE)
+def test_a_refusal_is_counted_and_logged_once_as_its_caller_saw_it(path, body, caplog):
+    caplog.set_level("INFO", "scorer.access")
+
+    async def scenario():
+        async with Http() as http:
+            answer = await http.post(path, body, headers={"x-request-id": "r-1", "x-prefixrank-tenant": "shop"})
+            assert answer.status_code == (422 if path == "/rerank" else 400)
+            assert await counted(http) == {"INVALID_ARGUMENT": 1.0}
+
+    run(scenario)
+    records = [r for r in caplog.records if r.name == "scorer.access"]
+    assert [(r.request_id, r.tenant, r.code) for r in records] == [("r-1", "shop", "INVALID_ARGUMENT")]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_comes_before_a_model_is_served_is_counted_once(path):
+    metrics = Metrics("1.2.3")
+    app = make_app(ScorerService(metrics, "1.2.3"), "1.2.3", 1 << 20, 10.0)
+
+    async def scenario():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            assert (await client.post(path, json=BODIES[path])).status_code == 503
+            assert (await client.get("/health")).status_code == 503
+
+    run(scenario)
+    assert calls(generate_latest(metrics.registry).decode()) == {"UNAVAILABLE": 1.0}
+
+
+async def counted(http):
+    return calls((await http.client.get(f"http://{http.addresses.metrics}/metrics")).text)
+
+
+def calls(page):
+    """By their code."""
+    found = re.findall(r'^prefixrank_requests_total\{code="(\w+)"} (\S+)$', page, re.MULTILINE)
+    return {code: float(count) for code, count in found if float(count)}
 
 
 V1 = "/v1/rerank"
