@@ -12,6 +12,7 @@ from itertools import chain
 
 import httpx
 import pytest
+import uvicorn
 from prometheus_client import generate_latest
 
 from batching.errors import DeviceFailed, Expired, QueueFull
@@ -713,6 +714,55 @@ def test_who_the_old_client_authority_signed_is_out_once_there_is_a_new_one(tmp_
             assert not await gets_in(theirs)
 
     caplog.set_level("INFO")
+    run(scenario)
+
+
+def test_a_renewal_that_fails_is_told_and_tried_again_and_a_stop_waits_for_one_that_has_begun(caplog, monkeypatch):
+    monkeypatch.setattr(listener, "RELOAD_SECONDS", 0.01)
+    tried, context = [], ssl.create_default_context()
+    begun, done = asyncio.Event(), []
+
+    class Server:
+        started = True
+
+        async def renew(self, listening, given):
+            tried.append(given)
+            if len(tried) == 1:
+                raise RuntimeError("no room")
+            begun.set()
+            await asyncio.sleep(0.05)
+            done.append(given)
+
+    async def scenario():
+        stopping, made = asyncio.Event(), [context]
+        renewing = asyncio.create_task(listener._renew(Server(), None, lambda: made.pop() if made else None, stopping))
+        await begun.wait()
+        stopping.set()
+        await renewing
+
+    run(scenario)
+    assert (tried, done) == ([context, context], [context])
+    assert "cannot take the new certificates yet: RuntimeError('no room')" in caplog.text
+
+
+def test_a_renewal_that_is_cancelled_leaves_what_listens_to_be_closed():
+    async def scenario():
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            settings = uvicorn.Config(make_app(ScorerService(Metrics("1"), "1"), "1", 1, 1.0), lifespan="off")
+            settings.load()
+            server = listener._Server(settings)
+            server.lifespan = settings.lifespan_class(settings)
+            await server.startup(sockets=[listening.dup()])
+            (first,) = before = server.servers
+            renewing = asyncio.create_task(server.renew(listening, None))
+            await asyncio.sleep(0)
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            assert renewing.cancelled()
+            assert server.servers is before
+            assert first.is_serving()
+            first.close()
+
     run(scenario)
 
 
