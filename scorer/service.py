@@ -133,7 +133,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         """Scores one call, counts it once and logs it once, whatever protocol it came by.
 
         remaining: seconds to the caller's deadline; trace: its W3C trace context; parts: of a call with several
-        queries, whose own one is unset; check: raises InvalidRequest where the caller's protocol cannot say this answer.
+        queries, whose own one is unset; check: raises InvalidRequest where the caller's protocol cannot say the answer.
         Raises Refused. Cancelling the awaiting task cancels the work.
         """
         started = time.perf_counter()
@@ -156,7 +156,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         finally:
             self.calls.leave(code)
             span.end(response, code)
-            read = pb.ScoreRequest() if isinstance(request, Undecodable) else request
+            read = request.told if isinstance(request, Undecodable) else request
             seconds = time.perf_counter() - started
             asyncio.get_running_loop().call_soon(log_call, read, response, code, seconds, caller)  # behind the reply
 
@@ -183,7 +183,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
                 try:
                     caller = self.access.caller(authorization(metadata))
                 except Unauthenticated as error:
-                    self.calls.refused(STATUS_CODES[Unauthenticated])
+                    told = request.told if isinstance(request, Undecodable) else request.request
+                    self.calls.refused(STATUS_CODES[Unauthenticated], told=told)
                     raise Refused(refusal_of(error, STATUS_CODES[Unauthenticated])) from None
                 yield request
 
