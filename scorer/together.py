@@ -40,7 +40,7 @@ class Entrance:
         self._inside: dict[asyncio.Task[RequestScores], int] = {}
 
     async def submit(self, request: TokenizedRequest, deadline: float | None) -> RequestScores:
-        """The part's scores. Raises what the given submit does; NotAdmitted only where nothing of the call is inside."""
+        """Its scores. Raises what the given submit does, NotAdmitted only where nothing of the call is inside."""
         async with self._turn:
             task = await self._entered(request, deadline)
         return await task

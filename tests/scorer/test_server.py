@@ -298,17 +298,16 @@ def test_a_fingerprint_is_read_once_for_all_who_ask_and_no_stop_waits_for_it():
             return "f"
 
     async def scenario():
-        async with Life(Slow(), drain_seconds=0.5) as life:
-            async with AsyncScorerClient(await life.listening()) as client:
-                asking = [asyncio.create_task(client.model_info(fingerprint=True)) for _ in range(20)]
-                with pytest.raises(ScorerError, match="Deadline"):
-                    await client.model_info(0.1, fingerprint=True)  # the others' reading goes on
-                assert len(readings) == 1
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert await life.exit_code() == 0
-                for call in asking:
-                    with pytest.raises(ScorerError):
-                        await call
+        async with Life(Slow(), drain_seconds=0.5) as life, AsyncScorerClient(await life.listening()) as client:
+            asking = [asyncio.create_task(client.model_info(fingerprint=True)) for _ in range(20)]
+            with pytest.raises(ScorerError, match="Deadline"):
+                await client.model_info(0.1, fingerprint=True)  # the others' reading goes on
+            assert len(readings) == 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await life.exit_code() == 0
+            for call in asking:
+                with pytest.raises(ScorerError):
+                    await call
 
     try:
         run(scenario)
