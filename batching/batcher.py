@@ -108,6 +108,11 @@ class Batcher:
         return ReadAhead(self.cache, tiers, rates, self._scheduler.pass_time, self._limits.max_pass_tokens, self._clock)
 
     @property
+    def max_queue_tokens(self) -> int:
+        """Tokens waiting, beyond which submit refuses."""
+        return self._limits.max_queue_tokens
+
+    @property
     def queued_tokens(self) -> int:
         """Tokens accepted and not computed yet."""
         return sum(ticket.work.tokens for ticket in self._jobs)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scorer.config import cache_dir
 from scorer.errors import StartError
-from scorer.flags import MODEL_SETTINGS, add_settings, config_of
+from scorer.flags import MODEL_SETTINGS, add_settings, config_of, number
 
 CACHE_EXAMPLE = """example:
   prefixrank bench cache --size 0.6B --size 4B --output cache.jsonl     (random weights of a true shape, on a GPU)
@@ -35,7 +35,7 @@ def add_bench_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", action="append", choices=SIZES, help=told)
     told = "prefix, tokens of an item, items (default: 2048,64,32)"
     parser.add_argument("--shape", type=_lengths, default=(2048, 64, 32), metavar="P,S,M", help=told)
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="X", help="of each run (default: 2)")
+    parser.add_argument("--seconds", type=number(0), default=2.0, metavar="X", help="of each run (default: 2)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
     add_settings(parser, MODEL_SETTINGS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scorer.flags import MODEL_SETTINGS, add_settings, whole
+from scorer.flags import MODEL_SETTINGS, add_settings, number, whole
 from scorer.remote import add_remote
 
 EXAMPLE = """example:
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-file", type=Path, metavar="FILE", help="TREC run (default: <name of DIR>.run)")
     parser.add_argument("--target", metavar="HOST:PORT", help="a running server (default: the model in this process)")
     parser.add_argument("--plain", action="store_true", help="by transformers one document at a time, to compare with")
-    parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of a query (default: 3600)")
+    parser.add_argument(
+        "--timeout", type=number(0), default=3600.0, metavar="SECONDS", help="of a query (default: 3600)"
+    )
     parser.add_argument(
         "--max-tokens-per-document",
         type=whole(0),

@@ -7,8 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -90,8 +90,8 @@ def fingerprint(place: str, hub: Path | None = None) -> bytes:
     if not files:
         raise ModelError(f"{place}: no weights that its K/V could be told apart by")
     try:
-        with ThreadPoolExecutor(READERS) as pool:
-            digests = list(pool.map(_digest, files.values()))
+        with ThreadPool(READERS) as pool:  # daemon threads: a process may end in the middle of it
+            digests = pool.map(_digest, files.values(), chunksize=1)
     except OSError as error:
         raise ModelError(f"{error.filename}: {error.strerror}; kept K/V cannot be told apart without it") from None
     return blake2b(repr(list(zip(files, digests, strict=True))).encode(), digest_size=16).digest()

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from scorer import remote
+from scorer.flags import number
 
 LOAD_PROFILES = ("web-rerank", "jobs", "feed", "titles", "long", "adversarial", "laptop")
 
@@ -116,7 +117,7 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="HOST:PORT", help="a running server of that shape")
     told = "prefix tokens, tokens of an item, items (default: all of its own); may be given several times"
     parser.add_argument("--shape", type=_shape, action="append", default=[], metavar="P,S,M", help=told)
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="X", help="of each run (default: 2)")
+    parser.add_argument("--seconds", type=number(0), default=2.0, metavar="X", help="of each run (default: 2)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
     parser.add_argument("--server-args", default="", metavar="ARGS", help="further settings of the server")
 
@@ -139,13 +140,15 @@ def add_bench_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="HOST:PORT", help=told)
     parser.add_argument("--profile", choices=LOAD_PROFILES, default="laptop", help="of the traffic (default: laptop)")
     parser.add_argument("--rates", type=_rates, default=[1.0], metavar="X,X", help="calls a second (default: 1)")
-    parser.add_argument("--seconds", type=float, default=15.0, metavar="X", help="of each rate (default: 15)")
+    parser.add_argument("--seconds", type=number(0), default=15.0, metavar="X", help="of each rate (default: 15)")
     told = "times the mean rate in one second of ten, 1 to 10 (default: 1)"
     parser.add_argument("--burst", type=_burst, default=1.0, metavar="X", help=told)
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="of all lengths (default: 1)")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of each call (default: 60)")
+    parser.add_argument("--scale", type=number(0), default=1.0, metavar="X", help="of all lengths (default: 1)")
+    parser.add_argument("--timeout", type=number(0), default=60.0, metavar="SECONDS", help="of each call (default: 60)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the traffic (default: 0)")
-    parser.add_argument("--parameters", type=float, default=0.0, metavar="N", help="of the model, to tell FLOP/s")
+    parser.add_argument(
+        "--parameters", type=number(0, 1e15), default=0.0, metavar="N", help="of the model, to tell FLOP/s"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures, a JSON object a rate")
     remote.add_remote(parser)
 
@@ -194,7 +197,9 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=Path("calibration.json"), metavar="FILE", help="what to write")
-    parser.add_argument("--seconds", type=float, default=50.0, metavar="X", help="how long to measure (default: 50)")
+    parser.add_argument(
+        "--seconds", type=number(0), default=50.0, metavar="X", help="how long to measure (default: 50)"
+    )
     parser.add_argument("--model", type=Path, metavar="DIR", help="take the heads from this checkpoint's config.json")
     parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads of a layer (default: 16)")
     parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="key/value heads (default: 8)")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scorer.errors import ConfigError
+from scorer.flags import number
 
 if TYPE_CHECKING:
     import grpc
@@ -41,7 +42,7 @@ def add_health(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `prefixrank health`."""
     told = "a running server (default: localhost:50051)"
     parser.add_argument("--target", metavar="HOST:PORT", default="localhost:50051", help=told)
-    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="default: 3")
+    parser.add_argument("--timeout", type=number(0), default=3.0, metavar="SECONDS", help="default: 3")
     add_remote(parser)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from scorer.errors import ConfigError
-from scorer.flags import MODEL_SETTINGS, add_settings, config_of, given_flags, whole
+from scorer.flags import MODEL_SETTINGS, add_settings, config_of, given_flags, number, whole
 from scorer.remote import add_remote
 from scorer.scoring import at, here
 
@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", metavar="FILE", help="JSON lines, or with --query documents (default: stdin)")
     parser.add_argument("--json", action="store_true", help="write one JSON object a request instead of tables")
     parser.add_argument("--target", metavar="HOST:PORT", help="a running server (default: the model in this process)")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of each request (default: 60)")
+    parser.add_argument(
+        "--timeout", type=number(0), default=60.0, metavar="SECONDS", help="of each request (default: 60)"
+    )
     parser.add_argument("--instruction", help="instead of the profile's own")
     parser.add_argument("--top-n", type=whole(0), default=0, metavar="N", help="only the best N, sorted (default: all)")
     parser.add_argument(

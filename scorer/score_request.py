@@ -13,6 +13,7 @@ from prefixrank.v1 import scorer_pb2 as pb
 from scorer.errors import InvalidRequest
 from scorer.reply import document_results, per_document, score_response
 from scorer.threads import guarded
+from scorer.together import Entrance, Submit
 from scorer.tokenized import PRIORITIES, Tokenized, given_in_ids, untokenized
 from scorer.tokenizer_threads import TokenizerThreads
 
@@ -38,9 +39,13 @@ class Answered(NamedTuple):
 
 
 async def score_request(
-    runtime: Runtime, tokenizers: TokenizerThreads, request: pb.ScoreRequest, deadline: float | None
+    runtime: Runtime,
+    tokenizers: TokenizerThreads,
+    request: pb.ScoreRequest,
+    deadline: float | None,
+    entrance: Entrance | None = None,
 ) -> Answered:
-    """Scores one request. `deadline` is in seconds of time.monotonic().
+    """Scores one request. `deadline` is in seconds of time.monotonic(); entrance: of the call that it is a part of.
 
     Raises the exceptions of `scorer.refusal.STATUS_CODES`. Cancelling the awaiting task cancels the work.
     """
@@ -55,7 +60,8 @@ async def score_request(
     else:
         tokenized = await _on_thread(runtime, tokenizers, request, size, asked, deadline)
     tokenize_seconds = time.perf_counter() - started
-    scores = None if tokenized.request is None else await _submit(runtime, tokenized.request, deadline)
+    submit = runtime.batcher.submit if entrance is None else entrance.submit
+    scores = None if tokenized.request is None else await _submit(submit, tokenized.request, deadline)
     by_document = None if scores is None else per_document(tokenized, scores)
     results = document_results(request, tokenized, by_document, runtime.profile.kind)
     response = score_response(request, runtime, tokenized, by_document, results)
@@ -96,10 +102,10 @@ def _reply_in_time(request: pb.ScoreRequest, deadline: float | None) -> float | 
     return deadline - min(reply, REPLY_PART * (deadline - time.monotonic()))
 
 
-async def _submit(runtime: Runtime, request: TokenizedRequest, deadline: float | None) -> RequestScores:
+async def _submit(submit: Submit, request: TokenizedRequest, deadline: float | None) -> RequestScores:
     """Raises Expired where the deadline came before it was accepted, unless the caller takes a part, be it none."""
     try:
-        return await runtime.batcher.submit(request, deadline)
+        return await submit(request, deadline)
     except StrategyError as error:
         raise InvalidRequest.of("options.strategy", str(error)) from error
     except Expired as error:

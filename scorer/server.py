@@ -10,7 +10,6 @@ import asyncio
 import logging
 import signal
 import sys
-import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from scorer.config import Config
 from scorer.errors import StartError
 from scorer.garbage import keep_loaded
 from scorer.listen import HEALTH, SERVICE, Addresses, Listening, listen
+from scorer.threads import on_daemon
 
 if TYPE_CHECKING:
     from scorer.place import Place
@@ -95,7 +95,7 @@ class _Server:
         stop: asyncio.Event,
     ) -> int:
         log.info("starting %s model=%s", self.at.addresses, config.model)
-        runtime = await _first(self._unless_lost(_on_thread(lambda: load(config))), stop)
+        runtime = await _first(self._unless_lost(on_daemon("load", lambda: load(config))), stop)
         if runtime is None:
             return 0
         self.at.service.serve(runtime)
@@ -147,7 +147,7 @@ class _Server:
             async with asyncio.timeout(seconds):
                 await self.at.service.calls.idle()
                 await runtime.batcher.drain()
-                await _on_thread(runtime.close)  # may wait for a pass whose callers have gone
+                await on_daemon("close", runtime.close)  # may wait for a pass whose callers have gone
         except TimeoutError:
             left = self.at.service.calls.in_flight
             log.warning("the grace of %g s is over; what is left is cancelled: %d calls", seconds, left)
@@ -187,29 +187,3 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
         task.cancel()
         with suppress(asyncio.CancelledError, Exception):  # raised to whoever asked for its result
             await task
-
-
-async def _on_thread(work: Callable[[], T]) -> T:
-    """Like asyncio.to_thread, on a daemon thread: a stop in the middle of loading need not wait for its end."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as raised:  # noqa: BLE001  raised again by the one who waits
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="load", daemon=True).start()
-    return await done

@@ -28,7 +28,8 @@ from scorer.refusal import STATUS_CODES, Refused, abort, refusal_of
 from scorer.reply import model_info
 from scorer.score_request import Answered, score_request
 from scorer.stream import answers
-from scorer.together import Part, score_together
+from scorer.threads import on_daemon
+from scorer.together import Entrance, Part, score_together
 from scorer.tokenized import PRIORITIES
 from scorer.tokenizer_threads import TokenizerThreads
 from scorer.tracing import NO_TRACE, NoTracer, Tracer, trace_of
@@ -78,6 +79,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._sampler = Sampler()
         self._runtime: Runtime | None = None
         self._refusing: str | None = "the service is starting"
+        self._fingerprint: asyncio.Future[str] | None = None
         self.calls = Calls(metrics)
         self.tokenizers = TokenizerThreads(max_tokenizing_bytes, metrics.batching)
 
@@ -126,11 +128,12 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         caller: Caller = ANYONE,
         trace: Mapping[str, str] = NO_TRACE,
         parts: Sequence[Part] = (),
+        check: Callable[[pb.ScoreResponse], None] | None = None,
     ) -> pb.ScoreResponse:
         """Scores one call, counts it once and logs it once, whatever protocol it came by.
 
         remaining: seconds to the caller's deadline; trace: its W3C trace context; parts: of a call with several
-        queries, whose own one is unset.
+        queries, whose own one is unset; check: raises InvalidRequest where the caller's protocol cannot say the answer.
         Raises Refused. Cancelling the awaiting task cancels the work.
         """
         started = time.perf_counter()
@@ -140,6 +143,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self.calls.enter()
         try:
             response = await self.score(self._admitted(request, caller), deadline, parts)
+            if check is not None:
+                check(response)
             return response
         except asyncio.CancelledError:
             code = cancelled(remaining, time.perf_counter() - started)
@@ -151,7 +156,7 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         finally:
             self.calls.leave(code)
             span.end(response, code)
-            read = pb.ScoreRequest() if isinstance(request, Undecodable) else request
+            read = request.told if isinstance(request, Undecodable) else request
             seconds = time.perf_counter() - started
             asyncio.get_running_loop().call_soon(log_call, read, response, code, seconds, caller)  # behind the reply
 
@@ -178,7 +183,8 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
                 try:
                     caller = self.access.caller(authorization(metadata))
                 except Unauthenticated as error:
-                    self.calls.refused(STATUS_CODES[Unauthenticated])
+                    told = request.told if isinstance(request, Undecodable) else request.request
+                    self.calls.refused(STATUS_CODES[Unauthenticated], told=told)
                     raise Refused(refusal_of(error, STATUS_CODES[Unauthenticated])) from None
                 yield request
 
@@ -274,11 +280,15 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         return model_info(self._accepting(), self._version)
 
     async def fingerprint(self) -> str:
-        """Of all that a score depends on beside rounding; the first one takes as long as reading the checkpoint does.
+        """Of all that a score depends on beside rounding; the first one takes as long as reading the checkpoint does,
+        and one reading serves all who ask meanwhile. A stop does not wait for it.
 
         Raises Unavailable.
         """
-        return await asyncio.to_thread(self._accepting().fingerprint)
+        runtime = self._accepting()
+        if self._fingerprint is None or self._fingerprint.done():
+            self._fingerprint = asyncio.ensure_future(on_daemon("fingerprint", runtime.fingerprint))
+        return await asyncio.shield(self._fingerprint)
 
     async def score(
         self, request: pb.ScoreRequest, deadline: float | None = None, parts: Sequence[Part] = ()
@@ -288,12 +298,14 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         Raises the exceptions of `scorer.refusal.STATUS_CODES`. Cancelling the awaiting task cancels the work.
         """
 
-        async def told(part: pb.ScoreRequest) -> pb.ScoreResponse:
-            return (await self._answered(part, deadline)).response
-
         if parts:
-            started = time.perf_counter()
-            response = await score_together(request, parts, self._accepting().limits, told)
+            started, runtime = time.perf_counter(), self._accepting()
+            entrance = Entrance(runtime.batcher.submit, runtime.batcher.max_queue_tokens)
+
+            async def told(part: pb.ScoreRequest) -> pb.ScoreResponse:
+                return (await self._answered(part, deadline, entrance)).response
+
+            response = await score_together(request, parts, runtime.limits, told)
             response.timings.total_seconds = time.perf_counter() - started
             results: Sequence[pb.DocumentResult] = response.results
         else:
@@ -301,9 +313,11 @@ class ScorerService(pb_grpc.ScorerServiceServicer):
         self._metrics.answered(response, results, request.priority)
         return response
 
-    async def _answered(self, request: pb.ScoreRequest, deadline: float | None) -> Answered:
+    async def _answered(
+        self, request: pb.ScoreRequest, deadline: float | None, entrance: Entrance | None = None
+    ) -> Answered:
         """The answer, of which a sample is scored again."""
-        answered = await score_request(self._accepting(), self.tokenizers, request, deadline)
+        answered = await score_request(self._accepting(), self.tokenizers, request, deadline, entrance)
         if answered.request is not None and answered.scores is not None:
             self._sampler.offer(answered.request, answered.scores)
         return answered

@@ -89,15 +89,20 @@ class _Stream:
         task.add_done_callback(self._tasks.discard)
 
     def _checked(self, message: pb.ScoreStreamRequest) -> pb.ScoreRequest | Undecodable:
-        request_id, timeout = message.request.request_id, message.timeout_seconds
-        if not request_id:
-            return Undecodable(Violation("request.request_id", "", "not empty: answers are matched by it"))
-        if request_id in self._under_way:
-            return Undecodable(Violation("request.request_id", repr(request_id), "of no request still under way"))
-        if not 0 <= timeout <= MAX_TIMEOUT_SECONDS:
-            return Undecodable(Violation("timeout_seconds", str(timeout), f"between 0 and {MAX_TIMEOUT_SECONDS:g}"))
-        self._under_way.add(request_id)
+        problem = self._problem(message.request.request_id, message.timeout_seconds)
+        if problem is not None:
+            return Undecodable(problem, message.request)
+        self._under_way.add(message.request.request_id)
         return message.request
+
+    def _problem(self, request_id: str, timeout: float) -> Violation | None:
+        if not request_id:
+            return Violation("request.request_id", "", "not empty: answers are matched by it")
+        if request_id in self._under_way:
+            return Violation("request.request_id", repr(request_id), "of no request still under way")
+        if not 0 <= timeout <= MAX_TIMEOUT_SECONDS:
+            return Violation("timeout_seconds", str(timeout), f"between 0 and {MAX_TIMEOUT_SECONDS:g}")
+        return None
 
     async def _answer(self, request_id: str, asked: pb.ScoreRequest | Undecodable, seconds: float | None) -> None:
         response = pb.ScoreStreamResponse(request_id=request_id)

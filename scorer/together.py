@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
 
+from batching.errors import NotAdmitted
+from batching.types import RequestScores, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.config import Limits
 from scorer.errors import InvalidRequest, Violation
 
 MAX_UNDER_WAY = 256  # queries of one call: the others wait
 
+QUEUE_PART = 0.5  # of the queue that one call may fill: who comes meanwhile finds room
+
 Score = Callable[[pb.ScoreRequest], Awaitable[pb.ScoreResponse]]
+Submit = Callable[[TokenizedRequest, float | None], Coroutine[Any, Any, RequestScores]]
 
 
 class Part(NamedTuple):
@@ -21,6 +26,43 @@ class Part(NamedTuple):
 
     query: str
     places: Sequence[int]
+
+
+class Entrance:
+    """Where the parts of one call go into the queue, one after the other: none is refused for what stands there of the
+    same call, but waits until some of it is done."""
+
+    def __init__(self, submit: Submit, queue_tokens: int) -> None:
+        """submit: refuses, if it does, before it first waits."""
+        self._submit = submit
+        self._most = queue_tokens * QUEUE_PART
+        self._turn = asyncio.Lock()
+        self._inside: dict[asyncio.Task[RequestScores], int] = {}
+
+    async def submit(self, request: TokenizedRequest, deadline: float | None) -> RequestScores:
+        """Its scores. Raises what the given submit does, NotAdmitted only where nothing of the call is inside."""
+        async with self._turn:
+            task = await self._entered(request, deadline)
+        return await task
+
+    async def _entered(self, request: TokenizedRequest, deadline: float | None) -> asyncio.Task[RequestScores]:
+        while True:
+            while self._inside and sum(self._inside.values()) + request.tokens > self._most:
+                await self._one_done()
+            task = asyncio.create_task(self._submit(request, deadline))
+            try:
+                await asyncio.sleep(0)  # it begins
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            if not (self._inside and task.done() and isinstance(task.exception(), NotAdmitted)):
+                self._inside[task] = request.tokens
+                task.add_done_callback(self._inside.pop)
+                return task
+            await self._one_done()
+
+    async def _one_done(self) -> None:
+        await asyncio.wait(self._inside, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def score_together(

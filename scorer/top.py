@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from scorer.errors import ConfigError, first_line
+from scorer.flags import number, whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,30 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     told = "a server's metrics (default: localhost:9100)"
     parser.add_argument("--target", type=address, metavar="HOST:PORT", default="localhost:9100", help=told)
     told = "between readings, at least 0.1 (default: 2)"
-    parser.add_argument("--interval", type=seconds, default=2.0, metavar="SECONDS", help=told)
-    parser.add_argument("--count", type=count, default=0, metavar="N", help="stop after N views; 0 (default): never")
+    parser.add_argument("--interval", type=number(MIN_SECONDS, MAX_SECONDS), default=2.0, metavar="SECONDS", help=told)
+    parser.add_argument("--count", type=whole(0), default=0, metavar="N", help="stop after N views; 0 (default): never")
 
 
 def address(text: str) -> str:
-    """A --target. Raises ArgumentTypeError or ValueError, as those below do."""
+    """A --target. Raises ArgumentTypeError or ValueError."""
     parts = urlsplit(f"//{text}")
     if parts.netloc != text or not parts.hostname or not parts.port or set(text) & set("@ "):
         raise argparse.ArgumentTypeError(f"HOST:PORT, got {text!r}")
     return text
-
-
-def seconds(text: str) -> float:
-    """An --interval."""
-    if not MIN_SECONDS <= float(text) <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"between {MIN_SECONDS:g} and {MAX_SECONDS:g}, got {text}")
-    return float(text)
-
-
-def count(text: str) -> int:
-    """A --count."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"at least 0, got {text}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

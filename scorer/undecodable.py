@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from prefixrank.v1 import scorer_pb2 as pb
 from scorer.errors import InvalidRequest, Violation
 
 
 @dataclass(frozen=True, slots=True)
 class Undecodable:
-    """What arrived instead of a request: bytes that are no message, or one that its stream has no place for."""
+    """What arrived instead of a request: bytes that are no message, or one that its stream has no place for.
+
+    told: what can be logged of it
+    """
 
     problem: Violation
+    told: pb.ScoreRequest = field(default_factory=pb.ScoreRequest)
 
     @classmethod
     def of(cls, kind: str, size: int) -> Undecodable:

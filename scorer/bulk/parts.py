@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -87,18 +87,24 @@ def begun(job: Job, restart: bool = False, overwrite: bool = False) -> Iterator[
 
     Raises ConfigError.
     """
-    try:
-        job.parts.mkdir(parents=True, exist_ok=True)
-        with (job.parts / "lock").open("w") as lock:
+    with ExitStack() as ending:
+        with _writing(job):
+            job.parts.mkdir(parents=True, exist_ok=True)
+            lock = ending.enter_context((job.parts / "lock").open("w"))
             _take(lock, job)
-            try:
-                check_output(job.output, restart, overwrite)  # again: another run may have written it by now
-                if restart:
-                    _clear(job.parts)
-                _check_parts(job)
-                yield
-            finally:
-                _leave(job.parts)
+            ending.callback(_leave, job)
+            check_output(job.output, restart, overwrite)  # again: another run may have written it by now
+            if restart:
+                _clear(job.parts)
+            _check_parts(job)
+        yield
+
+
+@contextmanager
+def _writing(job: Job) -> Iterator[None]:
+    """What the system refuses inside is the output's trouble, and nobody else's. Raises ConfigError."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"the output {job.output}: {error}") from None
 
@@ -146,25 +152,30 @@ def _clear(parts: Path) -> None:
     _manifest(parts).unlink(missing_ok=True)
 
 
-def _leave(parts: Path) -> None:
+def _leave(job: Job) -> None:
     """Removes the folder where nothing is left to go on with."""
-    if not _manifest(parts).exists() and not any(_parts(parts)):
-        (parts / "lock").unlink()
+    if not _manifest(job.parts).exists() and not any(_parts(job.parts)):
+        with _writing(job):
+            (job.parts / "lock").unlink()
         with suppress(OSError):  # what is not ours stays
-            parts.rmdir()
+            job.parts.rmdir()
 
 
 def write_part(job: Job, chunk: int, table: pa.Table, scored: Sequence[ScoredRow]) -> None:
-    """The chunk's rows with their scores beside them."""
+    """The chunk's rows with their scores beside them. Raises ConfigError where they cannot be written."""
     assert len(scored) == table.num_rows, "one result a row"
     columns = {name: [getattr(row, name) for row in scored] for name in OUTPUT.names}
     for field, values in zip(OUTPUT, columns.values(), strict=True):
         table = table.append_column(field, pa.array(values, field.type))
-    _whole(job.part(chunk), job.parts, lambda path: pq.write_table(table, path))
+    with _writing(job):
+        _whole(job.part(chunk), job.parts, lambda path: pq.write_table(table, path))
 
 
 def finish(job: Job) -> dict[str, int]:
-    """Puts all parts into the output, removes them, and counts the rows of each status. The job must have begun."""
+    """Puts all parts into the output, removes them, and counts the rows of each status. The job must have begun.
+
+    Raises ConfigError where it cannot be written.
+    """
     counts: dict[str, int] = {}
 
     def write(path: Path) -> None:
@@ -182,8 +193,9 @@ def finish(job: Job) -> dict[str, int]:
         else:
             pq.write_table(job.source.output_schema().empty_table(), path)
 
-    _whole(Path(job.output), job.parts, write)
-    _clear(job.parts)
+    with _writing(job):
+        _whole(Path(job.output), job.parts, write)
+        _clear(job.parts)
     return counts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +41,12 @@ class Source:
     state: tuple[int, int]
 
     def tables(self, chunk_rows: int, chunks: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
-        """The rows of these chunks, ascending, read once. Raises ConfigError where it is another file by now."""
+        """The rows of these chunks, ascending, read once. Raises ConfigError where it is another file by now, or cannot
+        be read any more."""
         wanted, number = set(chunks), 0
         if not wanted:
             return
-        with pq.ParquetFile(self.path) as file:
+        with _reading(self.path), pq.ParquetFile(self.path) as file:
             for table in _even(file, chunk_rows):
                 if _state(self.path) != self.state:
                     raise ConfigError(f"{self.path} was changed while its rows were scored")
@@ -59,8 +61,9 @@ class Source:
         return list(zip(_texts(table[self.query]), _texts(table[self.document]), strict=True))
 
     def output_schema(self) -> pa.Schema:
-        """Its columns, and those of the scores."""
-        schema = pq.read_schema(self.path)
+        """Its columns, and those of the scores. Raises ConfigError."""
+        with _reading(self.path):
+            schema = pq.read_schema(self.path)
         for field in OUTPUT:
             schema = schema.append(field)
         return schema
@@ -68,11 +71,18 @@ class Source:
 
 def describe(path: str, query: str, document: str) -> Source:
     """Reads the input's bytes once. Raises ConfigError where it is not one that can be scored."""
-    try:
+    with _reading(path):
         state = _state(path)
         with pq.ParquetFile(path) as file:
             _check(path, file.schema_arrow, query, document)
             return Source(path, query, document, file.metadata.num_rows, _digest(path), state)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """What fails inside is the input's trouble. Raises ConfigError."""
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path} is no parquet file that can be read: {error}") from None
 

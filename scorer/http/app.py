@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from scorer.http import rerank, score, texts
-from scorer.http.asking import Asker, CallerGone, count_refused
+from scorer.http.asking import Asker, CallerGone, NotAsked, count_refused
 from scorer.http.gate import Gate
 from scorer.http.problems import BAD_REQUEST, HTTP_CODES, complaints, problem, shaped, unread
 from scorer.refusal import Refusal, Refused
@@ -54,6 +54,8 @@ def make_app(service: ScorerService, version: str, max_body_bytes: int, timeout_
 def _add_handlers(app: FastAPI, service: ScorerService) -> None:
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> JSONResponse:
+        if isinstance(error, NotAsked):
+            count_refused(service, request, error.refusal.code)
         return problem(request.url.path, error.refusal)
 
     @app.exception_handler(CallerGone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import grpc
@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.access import ANYONE, Caller
-from scorer.errors import Unavailable
+from scorer.errors import InvalidRequest, Unavailable
 from scorer.http.problems import PATHS
 from scorer.refusal import Refusal, Refused, refusal_of
 from scorer.service import ScorerService
@@ -22,9 +22,15 @@ from scorer.tracing import trace_of
 REQUEST_ID = "x-request-id"
 TENANT = "x-prefixrank-tenant"
 
+Check = Callable[[pb.ScoreResponse], None]  # raises InvalidRequest where the API has no place for such an answer
+
 
 class CallerGone(Exception):
     """Nobody waits for the answer any more."""
+
+
+class NotAsked(Refused):
+    """Refused before the service was asked, so it has not counted it."""
 
 
 class Asker:
@@ -35,20 +41,22 @@ class Asker:
         self._timeout = timeout_seconds
 
     def info(self) -> pb.GetModelInfoResponse:
-        """What is served. Raises Refused."""
+        """What is served. Raises NotAsked."""
         try:
             return self._service.info()
         except Unavailable as error:
-            raise Refused(refusal_of(error, grpc.StatusCode.UNAVAILABLE)) from None
+            raise NotAsked(refusal_of(error, grpc.StatusCode.UNAVAILABLE)) from None
 
-    async def score(self, asked: pb.ScoreRequest, request: Request, parts: Sequence[Part] = ()) -> pb.ScoreResponse:
-        """Every document's result in the request's order. parts: where it has several queries. Raises Refused or
-        CallerGone."""
+    async def score(
+        self, asked: pb.ScoreRequest, request: Request, check: Check, parts: Sequence[Part] = ()
+    ) -> pb.ScoreResponse:
+        """Every document's result in the request's order. parts: where it has several queries. Raises Refused, also as
+        `check` finds, or CallerGone."""
         asked.request_id = _header(request, REQUEST_ID)
         asked.tenant = _header(request, TENANT)
         caller: Caller = request.scope.get("caller", ANYONE)
         work = asyncio.ensure_future(
-            self._service.answer(asked, self._timeout, caller, trace_of(request.headers.items()), parts)
+            self._service.answer(asked, self._timeout, caller, trace_of(request.headers.items()), parts, check)
         )
         gone = asyncio.ensure_future(_gone(request))
         try:
@@ -84,13 +92,23 @@ def best_first(results: list[pb.DocumentResult]) -> list[pb.DocumentResult]:
     return sorted(results, key=lambda r: (not r.HasField("score"), -r.score, r.index))
 
 
-def require_all(response: pb.ScoreResponse, field: str) -> None:
-    """Raises Refused where a document has no score, for an answer that has no place to say so."""
+def require_all(response: pb.ScoreResponse) -> None:
+    """Raises InvalidRequest where a document has no score, for an answer that has no place to say so."""
     for result in response.results:
         if result.status != pb.DOCUMENT_STATUS_OK:
-            status = pb.DocumentStatus.Name(result.status).removeprefix("DOCUMENT_STATUS_")
-            told = f"{field}[{result.index}]: {status}: {result.message}"
-            raise Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, told))
+            raise InvalidRequest.of(f"documents[{result.index}]", f"{status_name(result)}: {result.message}")
+
+
+def require_one(response: pb.ScoreResponse) -> None:
+    """Raises InvalidRequest where no document has a score."""
+    if not any(result.HasField("score") for result in response.results):
+        first = response.results[0]
+        raise InvalidRequest.of(f"documents[{first.index}]", f"{first.message}; no other document has a score either")
+
+
+def status_name(result: pb.DocumentResult) -> str:
+    """Without the prefix that all of them have."""
+    return pb.DocumentStatus.Name(result.status).removeprefix("DOCUMENT_STATUS_")
 
 
 def tokens(response: pb.ScoreResponse) -> int:
@@ -98,9 +116,9 @@ def tokens(response: pb.ScoreResponse) -> int:
     return int(response.usage.prefix_tokens + response.usage.item_tokens)
 
 
-def invalid(field: str, told: str) -> Refused:
+def invalid(field: str, told: str) -> NotAsked:
     """A refusal of one field."""
-    return Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {told}"))
+    return NotAsked(Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {told}"))
 
 
 def count_refused(service: ScorerService, request: Request, code: grpc.StatusCode) -> None:

@@ -7,7 +7,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
 
@@ -34,7 +34,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def renew(self, listener: socket.socket, context: ssl.SSLContext) -> None:
-        """Handshakes from now on are this context's. Raises OSError, and then they are the old one's.
+        """Handshakes from now on are this context's. Where it fails they are the old one's.
 
         A context never forgets an authority, nor who was let in by it and may resume; asyncio keeps to the context that
         it began with. So another server listens on the same socket, and the old one, not its connections, is closed.
@@ -42,7 +42,7 @@ class _Server(uvicorn.Server):
         before, self.config.ssl = self.servers, context
         try:
             await self.startup(sockets=[listener.dup()])
-        except OSError:
+        except BaseException:  # cancelled too: whoever closes must find what listens
             self.servers = before
             raise
         for each in before:
@@ -69,13 +69,15 @@ async def listen_http(config: Config, service: ScorerService, certificates: Cert
     settings.ssl = None if certificates is None else certificates.context()
     server = _Server(settings)
     serving = asyncio.create_task(server.serve(sockets=[listener.dup()]))
-    renewing = asyncio.create_task(_renew(server, listener, renewal))
+    stopping = asyncio.Event()
+    renewing = asyncio.create_task(_renew(server, listener, renewal, stopping))
     try:
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         yield int(listener.getsockname()[1])
     finally:
-        renewing.cancel()
+        stopping.set()
+        await renewing  # one in the middle would leave a socket that nobody closes
         server.should_exit = True
         await serving
         listener.close()
@@ -94,15 +96,24 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _renew(server: _Server, listener: socket.socket, renewal: Renewal[ssl.SSLContext] | None) -> None:
+async def _renew(
+    server: _Server, listener: socket.socket, renewal: Renewal[ssl.SSLContext] | None, stopping: asyncio.Event
+) -> None:
     """Gives the server a context of the new files whenever they change."""
     context = None
-    while renewal is not None:
-        await asyncio.sleep(RELOAD_SECONDS)
-        context = renewal() or context
-        if context is not None and server.started:
-            try:
+    while renewal is not None and not await _within(RELOAD_SECONDS, stopping):
+        try:
+            context = renewal() or context
+            if context is not None and server.started:
                 await server.renew(listener, context)
                 context = None
-            except OSError as error:
-                log.error("the HTTP port cannot take the new certificates yet: %s", error)
+        except Exception as error:  # noqa: BLE001  whatever it is, the next look may find better
+            log.error("the HTTP port cannot take the new certificates yet: %r", error)
+
+
+async def _within(seconds: float, event: asyncio.Event) -> bool:
+    """Whether it is set before they are over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

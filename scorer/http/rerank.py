@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer.http.asking import Asker, best_first, invalid, outputs, relevance, tokens
-from scorer.refusal import Refused
+from scorer.http.asking import Asker, best_first, invalid, outputs, relevance, require_one, status_name, tokens
 
 UINT32 = (1 << 32) - 1
 Positive = Annotated[int, Field(ge=1, le=UINT32)]
@@ -143,7 +142,7 @@ def router(asker: Asker, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
         """As Cohere v2."""
         priority = pb.PRIORITY_LOW if body.priority else pb.PRIORITY_NORMAL
         asked = _asked(asker, body.query, body.documents, body.max_tokens_per_doc or 0, priority=priority)
-        response = await asker.score(asked, request)
+        response = await asker.score(asked, request, require_one)
         return _ranking(response, _results(response, body.documents, body.top_n, body.return_documents, False), "2")
 
     return made
@@ -155,7 +154,7 @@ async def _rerank_v1(asker: Asker, body: RerankV1, request: Request) -> Ranking 
     texts = [d if isinstance(d, str) else d.text for d in body.documents]
     truncation = pb.TRUNCATION_NONE if body.truncation is False else pb.TRUNCATION_UNSPECIFIED
     asked = _asked(asker, body.query, texts, body.max_tokens_per_doc or 0, truncation)
-    response = await asker.score(asked, request)
+    response = await asker.score(asked, request, require_one)
     results = _results(response, texts, body.top_k or body.top_n, body.return_documents, not body.voyage)
     if not body.voyage:
         return _ranking(response, results, "1")
@@ -184,10 +183,8 @@ def _asked(
 def _results(
     response: pb.ScoreResponse, texts: list[str], top: int | None, with_documents: bool | None, wrapped: bool
 ) -> list[Result]:
-    """Best first. wrapped: a document comes back as {"text": ...}. Raises Refused where not one has a score."""
+    """Best first. wrapped: a document comes back as {"text": ...}."""
     ordered = best_first(list(response.results))[: top or None]
-    if not any(result.HasField("score") for result in response.results):
-        raise _nothing(response)
     made = []
     for result in ordered:
         text = texts[result.index]
@@ -199,13 +196,8 @@ def _results(
 def _result(result: pb.DocumentResult, document: str | TextDocument | None) -> Result:
     if result.HasField("score"):
         return Result(index=result.index, relevance_score=relevance(result), document=document)
-    status = pb.DocumentStatus.Name(result.status).removeprefix("DOCUMENT_STATUS_")
+    status = status_name(result)
     return Result(index=result.index, relevance_score=0.0, document=document, status=status, message=result.message)
-
-
-def _nothing(response: pb.ScoreResponse) -> Refused:
-    first = response.results[0]
-    return invalid(f"documents[{first.index}]", f"{first.message}; no other document has a score either")
 
 
 def _ranking(response: pb.ScoreResponse, results: list[Result], version: str) -> Ranking:

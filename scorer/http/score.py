@@ -85,8 +85,7 @@ def router(asker: Asker, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
     @made.post("/v1/score")
     async def score_items(body: ItemsRequest, request: Request) -> ItemsAnswer:
         """As SGLang."""
-        response = await asker.score(_items_request(body), request)
-        require_all(response, "items")
+        response = await asker.score(_items_request(body), request, require_all)
         scores = [_probabilities(result.label_logits, bool(body.apply_softmax)) for result in response.results]
         return ItemsAnswer(scores=scores, model=response.model, usage=_usage(tokens(response)))
 
@@ -142,8 +141,7 @@ async def _score_pairs(asker: Asker, body: PairsRequest, request: Request) -> Pa
     parts = [Part(query, found) for query, found in places.items()]
     if len(parts) == 1:
         asked.query.text, parts = parts[0].query, []
-    response = await asker.score(asked, request, parts)
-    require_all(response, "text_2")
+    response = await asker.score(asked, request, require_all, parts)
     scores = [result.score if body.use_activation is False else relevance(result) for result in response.results]
     return PairsAnswer(
         id=f"score-{uuid.uuid4().hex}",

@@ -47,8 +47,7 @@ def router(asker: Asker, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
             documents=[pb.Document(text=text) for text in body.texts],
             options=pb.ScoreOptions(truncation=side, outputs=outputs(asker.info())),
         )
-        response = await asker.score(asked, request)
-        require_all(response, "texts")
+        response = await asker.score(asked, request, require_all)
         return [_rank(result, body) for result in best_first(list(response.results))]
 
     return made

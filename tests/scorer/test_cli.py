@@ -46,6 +46,14 @@ def test_help_shows_an_example_and_units(capsys, command):
     assert any(unit in out for unit in ("tokens", "documents/s", "milliseconds", "seconds"))
 
 
+@pytest.mark.parametrize("given", ["nan", "-1"])
+@pytest.mark.parametrize("flag", ["score --timeout", "eval --timeout", "health --timeout", "bench load --scale"])
+def test_a_time_or_a_scale_is_a_number_from_zero_on(capsys, flag, given):
+    code, _, err = cli(capsys, *f"{flag}={given}".split())
+    assert code == 2
+    assert f"{flag.split()[-1]}: a number between 0 and 1000000, got '{given}'" in err
+
+
 def test_help_of_serve_has_every_setting(capsys):
     _, out, _ = cli(capsys, "serve", "--help")
     for name, field in Config.model_fields.items():

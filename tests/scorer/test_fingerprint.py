@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from scorer.runtime import Runtime
 from tests.cases.live import PROFILE, TOLERANCE, live
 from tests.models import tiny
 from tests.scorer.test_kv_tiers import patient
+from tests.scorer.test_threads import no_one_waits_for_new_threads
 from tests.tiny import tiny_model_dir
 
 SIZE = 3 * BLOCK_BYTES + 12_345
@@ -121,6 +123,17 @@ def test_what_has_no_weights_is_refused(tmp_path):
         fingerprint(str(tmp_path))
     with pytest.raises(ModelError, match="neither a path nor in the hub's cache"):
         fingerprint("no/such-model", tmp_path)
+
+
+def test_a_process_may_end_in_the_middle_of_it(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")  # a disk that takes for ever
+    with no_one_waits_for_new_threads():
+        reading = threading.Thread(target=fingerprint, args=(str(tmp_path),), daemon=True)
+        reading.start()
+        end = (tmp_path / "model.safetensors").open("wb")  # returns once it is being read
+    end.close()
+    reading.join(10)
+    assert not reading.is_alive()
 
 
 def test_how_long_it_took_is_logged(large, caplog):

@@ -89,7 +89,7 @@ def test_a_token_is_one_tenants(tokens, caplog):
     assert [(r.tenant, r.code) for r in records] == [("shop", "OK"), ("bank", "PERMISSION_DENIED")]
 
 
-def test_a_token_that_is_taken_away_ends_an_open_stream(tmp_path):
+def test_a_token_that_is_taken_away_ends_an_open_stream(tmp_path, caplog):
     """What was asked before is answered; a stream whose token stays goes on."""
     path = tmp_path / "tokens"
     path.write_text(f"{TOKEN}\n{SHOP_TOKEN}\n")
@@ -124,7 +124,10 @@ def test_a_token_that_is_taken_away_ends_an_open_stream(tmp_path):
             page = (await asyncio.to_thread(urllib.request.urlopen, f"http://{life.addresses.metrics}/metrics")).read()
             assert b'prefixrank_requests_total{code="UNAUTHENTICATED"} 1.0' in page
 
+    caplog.set_level("INFO", "scorer.access")
     run(scenario)
+    (refused,) = [r for r in caplog.records if r.message == "refused"]
+    assert refused.request_id == "after"
 
 
 def test_a_caller_over_its_rate_is_told_when_to_come_again(tokens):

@@ -288,6 +288,34 @@ def test_a_grace_that_sufficed_for_every_call_exits_with_zero_whatever_runs_on()
     run(scenario)
 
 
+def test_a_fingerprint_is_read_once_for_all_who_ask_and_no_stop_waits_for_it():
+    read, readings = threading.Event(), []
+
+    class Slow(FakeRuntime):
+        def fingerprint(self):
+            readings.append(1)
+            read.wait(30)
+            return "f"
+
+    async def scenario():
+        async with Life(Slow(), drain_seconds=0.5) as life, AsyncScorerClient(await life.listening()) as client:
+            asking = [asyncio.create_task(client.model_info(fingerprint=True)) for _ in range(20)]
+            with pytest.raises(ScorerError, match="Deadline"):
+                await client.model_info(0.1, fingerprint=True)  # the others' reading goes on
+            assert len(readings) == 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await life.exit_code() == 0
+            for call in asking:
+                with pytest.raises(ScorerError):
+                    await call
+
+    try:
+        run(scenario)
+        assert "fingerprint" in [thread.name for thread in threading.enumerate()], "nobody waited for its end"
+    finally:
+        read.set()
+
+
 def test_a_health_watch_does_not_hold_up_the_stop():
     async def scenario():
         async with Life() as life, grpc.aio.insecure_channel(await life.listening()) as channel:

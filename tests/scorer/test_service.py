@@ -99,7 +99,7 @@ class FakeBatcher:
         self.submitted, self.cancelled, self.deadlines = 0, 0, []
         self.looked_at, self.sizes = [], []
         self.cache, self.ahead = PrefixCache(PagePool(0), 16), None
-        self.queued_tokens = 0
+        self.queued_tokens, self.max_queue_tokens = 0, 1 << 20
         self.drained = False
 
     async def submit(self, request, deadline=None):

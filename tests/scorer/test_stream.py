@@ -174,6 +174,26 @@ def test_an_id_under_way_is_not_taken_twice_and_is_free_again_afterwards():
     assert again.response.results
 
 
+def test_a_message_that_is_refused_is_logged_with_what_is_known_of_it(caplog):
+    caplog.set_level("INFO", "scorer.access")
+    request = build_request("q", ["a", "b"], request_id="r0")
+    request.tenant = "shop"
+    bad = pb.ScoreStreamRequest(request=request, timeout_seconds=-1)
+
+    async def scenario():
+        async with served(FakeRuntime()) as at, grpc.aio.insecure_channel(at.target) as channel:
+            call = pb_grpc.ScorerServiceStub(channel).ScoreStream()
+            await call.write(bad)
+            await call.read()
+            await call.done_writing()
+            await call.code()
+
+    asyncio.run(scenario())
+    (record,) = [r for r in caplog.records if r.name == "scorer.access"]
+    assert (record.request_id, record.tenant, record.documents) == ("r0", "shop", 2)
+    assert record.code == "INVALID_ARGUMENT"
+
+
 @pytest.mark.parametrize("kind", ["list", "async", "sync client"])
 @pytest.mark.parametrize("bad", ["r1", ""])
 def test_our_client_sends_no_request_that_could_not_be_told_from_another(kind, bad):

@@ -1,18 +1,30 @@
 """Whatever becomes of a thread, the one who waits for it hears of it."""
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
-from scorer.threads import ThreadEnded, on_thread
+from scorer.threads import ThreadEnded, on_daemon, on_thread
 
 
 def run(scenario):
     """With an executor of one thread."""
     with ThreadPoolExecutor(1) as executor:
         return asyncio.run(asyncio.wait_for(scenario(executor), 10))
+
+
+@contextmanager
+def no_one_waits_for_new_threads():
+    """The end of a process waits for every thread that is no daemon."""
+    before = set(threading.enumerate())
+    yield
+    new = set(threading.enumerate()) - before
+    assert new
+    assert not [thread.name for thread in new if not thread.daemon]
 
 
 def test_arguments_and_result_go_through():
@@ -74,3 +86,27 @@ def test_who_waits_may_be_cancelled(begun):
             release.set()
 
     assert run(scenario) == "cancelled"
+
+
+def test_a_daemons_result_and_error_go_through():
+    async def scenario():
+        assert await on_daemon("sum", lambda: 1 + 1) == 2
+        with pytest.raises(SystemExit):
+            await on_daemon("exit", lambda: sys.exit(3))
+
+    asyncio.run(scenario())
+
+
+def test_neither_loop_nor_process_waits_for_a_daemon():
+    ever = threading.Event()
+
+    async def scenario():
+        task = asyncio.ensure_future(on_daemon("ever", lambda: ever.wait(30)))
+        await asyncio.sleep(0)
+        return task
+
+    try:
+        with no_one_waits_for_new_threads():
+            assert asyncio.run(scenario()).cancelled()
+    finally:
+        ever.set()

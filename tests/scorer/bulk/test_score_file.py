@@ -467,6 +467,37 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_scored(tmp_
     assert runtime.batcher.submitted == 0
 
 
+@pytest.mark.parametrize("harm", ["damage", "remove"])
+def test_trouble_with_the_input_on_the_way_is_told_of_the_input_and_what_is_done_is_kept(tmp_path, capsys, harm):
+    source = pairs(tmp_path / "in.parquet", [(f"q{n}", f"logits {n} 0") for n in range(21)])
+    whole = (tmp_path / "in.parquet").read_bytes()
+    if harm == "damage":  # in the third of its groups of rows
+        page = pq.read_metadata(source).row_group(2).column(0).data_page_offset
+        (tmp_path / "in.parquet").write_bytes(whole[:page] + b"\xff" * 40 + whole[page + 40 :])
+    runtime = FakeRuntime()
+    score = runtime.batcher.submit
+
+    async def scored(*given):
+        if harm == "remove":
+            (tmp_path / "in.parquet").unlink(missing_ok=True)
+        return await score(*given)
+
+    runtime.batcher.submit = scored
+    assert score_file(tmp_path, source, "--chunk-rows=7", runtime=runtime) == (2, None)
+    told = capsys.readouterr().err
+    assert source in told
+    assert "the output" not in told
+    assert (tmp_path / "out.parquet.parts" / "00000000.parquet").exists()
+
+
+def test_a_part_that_cannot_be_written_is_told_of_the_output(tmp_path, capsys):
+    source = pairs(tmp_path / "in.parquet", some(4))
+    (tmp_path / "out.parquet.parts" / "00000001.parquet" / "no part").mkdir(parents=True)
+    job = job_of(tmp_path, source, 2)
+    with pytest.raises(ConfigError, match=f"the output {job.output}: .*directory"):
+        write_part(job, 1, pa.table({"query": ["q"]}), [ScoredRow("OK")])
+
+
 def test_scores_are_the_services_own(tmp_path):
     model = [f"--model={tiny_model_dir(tmp_path / 'model')}", "--profile=instruct", "--threads=1"]
     rows = [(f"query {n // 6}", f"document {n} " + "word " * (n % 5)) for n in range(24)]

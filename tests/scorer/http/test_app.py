@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import socket
 import ssl
@@ -11,15 +12,20 @@ from itertools import chain
 
 import httpx
 import pytest
+import uvicorn
+from prometheus_client import generate_latest
 
 from batching.errors import DeviceFailed, Expired, QueueFull
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.errors import InvalidRequest
 from scorer.http import listener
+from scorer.http.app import make_app
 from scorer.http.problems import HTTP_CODES
 from scorer.http.rerank import RerankV1, RerankV2
 from scorer.http.score import ItemsRequest, PairsRequest
 from scorer.http.texts import TextsRequest
+from scorer.metrics import Metrics
+from scorer.service import ScorerService
 from scorer.tokenization import Label
 from tests.certificates import Pki
 from tests.scorer.test_server import Life, run
@@ -291,6 +297,62 @@ def test_a_bad_field_is_named(path, body, told):
     answer = asked(path, body)
     assert answer.status_code == (422 if path == "/rerank" else 400)
     assert told in message(path, answer)
+
+
+NOT_SO = [
+    ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 1, "top_k": 1}),
+    ("/v1/score", {"query": "q", "items": ["a"], "item_first": True}),
+    ("/v1/score", {"query": "q", "items": [[1]]}),
+    ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}),
+    ("/score", {"text_1": "q"}),
+]
+NO_SCORE = [
+    ("/v1/rerank", {"query": "q", "documents": ["", " "]}),
+    ("/v2/rerank", {"query": "q", "documents": [""]}),
+    ("/rerank", {"query": "q", "texts": ["a", ""]}),
+    ("/v1/score", {"query": "q", "items": ["a", ""]}),
+    ("/score", {"text_1": "q", "text_2": ["a", ""]}),
+    ("/score", {"text_1": ["q", "r"], "text_2": ["a", ""]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NOT_SO + NO_SCORE)
+def test_a_refusal_is_counted_and_logged_once_as_its_caller_saw_it(path, body, caplog):
+    caplog.set_level("INFO", "scorer.access")
+
+    async def scenario():
+        async with Http() as http:
+            answer = await http.post(path, body, headers={"x-request-id": "r-1", "x-prefixrank-tenant": "shop"})
+            assert answer.status_code == (422 if path == "/rerank" else 400)
+            assert await counted(http) == {"INVALID_ARGUMENT": 1.0}
+
+    run(scenario)
+    records = [r for r in caplog.records if r.name == "scorer.access"]
+    assert [(r.request_id, r.tenant, r.code) for r in records] == [("r-1", "shop", "INVALID_ARGUMENT")]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_comes_before_a_model_is_served_is_counted_once(path):
+    metrics = Metrics("1.2.3")
+    app = make_app(ScorerService(metrics, "1.2.3"), "1.2.3", 1 << 20, 10.0)
+
+    async def scenario():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            assert (await client.post(path, json=BODIES[path])).status_code == 503
+            assert (await client.get("/health")).status_code == 503
+
+    run(scenario)
+    assert calls(generate_latest(metrics.registry).decode()) == {"UNAVAILABLE": 1.0}
+
+
+async def counted(http):
+    return calls((await http.client.get(f"http://{http.addresses.metrics}/metrics")).text)
+
+
+def calls(page):
+    """By their code."""
+    found = re.findall(r'^prefixrank_requests_total\{code="(\w+)"} (\S+)$', page, re.MULTILINE)
+    return {code: float(count) for code, count in found if float(count)}
 
 
 V1 = "/v1/rerank"
@@ -652,6 +714,55 @@ def test_who_the_old_client_authority_signed_is_out_once_there_is_a_new_one(tmp_
             assert not await gets_in(theirs)
 
     caplog.set_level("INFO")
+    run(scenario)
+
+
+def test_a_renewal_that_fails_is_told_and_tried_again_and_a_stop_waits_for_one_that_has_begun(caplog, monkeypatch):
+    monkeypatch.setattr(listener, "RELOAD_SECONDS", 0.01)
+    tried, context = [], ssl.create_default_context()
+    begun, done = asyncio.Event(), []
+
+    class Server:
+        started = True
+
+        async def renew(self, listening, given):
+            tried.append(given)
+            if len(tried) == 1:
+                raise RuntimeError("no room")
+            begun.set()
+            await asyncio.sleep(0.05)
+            done.append(given)
+
+    async def scenario():
+        stopping, made = asyncio.Event(), [context]
+        renewing = asyncio.create_task(listener._renew(Server(), None, lambda: made.pop() if made else None, stopping))
+        await begun.wait()
+        stopping.set()
+        await renewing
+
+    run(scenario)
+    assert (tried, done) == ([context, context], [context])
+    assert "cannot take the new certificates yet: RuntimeError('no room')" in caplog.text
+
+
+def test_a_renewal_that_is_cancelled_leaves_what_listens_to_be_closed():
+    async def scenario():
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            settings = uvicorn.Config(make_app(ScorerService(Metrics("1"), "1"), "1", 1, 1.0), lifespan="off")
+            settings.load()
+            server = listener._Server(settings)
+            server.lifespan = settings.lifespan_class(settings)
+            await server.startup(sockets=[listening.dup()])
+            (first,) = before = server.servers
+            renewing = asyncio.create_task(server.renew(listening, None))
+            await asyncio.sleep(0)
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            assert renewing.cancelled()
+            assert server.servers is before
+            assert first.is_serving()
+            first.close()
+
     run(scenario)
 
 
