@@ -40,7 +40,7 @@ class Plan:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures each rate; 1 where an accepted call timed out, one failed for another reason than load, or there was none."""
+    """Measures each rate; 1 where a call was late, failed for another reason than load, or there was none."""
     with _target(args) as target:
         found = asyncio.run(_measure(args, target))
     if args.output is not None:

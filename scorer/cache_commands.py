@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from multiprocessing import get_context
-from pathlib import Path
 
 from scorer.config import cache_dir
 from scorer.errors import StartError
-from scorer.flags import MODEL_SETTINGS, POSITIVE, add_settings, config_of, listed, number, whole
+from scorer.flags import MODEL_SETTINGS, POSITIVE, add_settings, config_of, file_to_write, listed, number, whole
 
 CACHE_EXAMPLE = """example:
   prefixrank bench cache --size 0.6B --size 4B --output cache.jsonl     (random weights of a true shape, on a GPU)
@@ -36,7 +35,7 @@ def add_bench_cache(parser: argparse.ArgumentParser) -> None:
     told = "prefix, tokens of an item, items (default: 2048,64,32)"
     parser.add_argument("--shape", type=listed(whole(1), 3), default=(2048, 64, 32), metavar="P,S,M", help=told)
     parser.add_argument("--seconds", type=POSITIVE, default=2.0, metavar="X", help="of each run (default: 2)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="append JSON lines")
     add_settings(parser, MODEL_SETTINGS)
 
 
@@ -77,7 +76,7 @@ def add_bench_tiers(parser: argparse.ArgumentParser) -> None:
     told = "bytes/s that the last tier is slowed to, one after the other (default: none)"
     parser.add_argument("--rates", type=listed(number(1, 1e15)), default=(), metavar="X,X", help=told)
     parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="of each measurement (default: 5)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="append JSON lines")
     add_settings(parser, MODEL_SETTINGS)
 
 

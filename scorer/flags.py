@@ -75,6 +75,14 @@ def listed(each: Callable[[str], N], count: int | None = None) -> Callable[[str]
     return parse
 
 
+def file_to_write(text: str) -> Path:
+    """The type of a flag that names a file to write: refused before the work, where it is a directory."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"a file, got the directory {str(path)!r}")
+    return path
+
+
 def address(text: str) -> str:
     """The type of a flag that takes HOST:PORT."""
     parts = urlsplit(f"//{text}")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from scorer import remote
-from scorer.flags import POSITIVE, listed, number, whole
+from scorer.flags import POSITIVE, file_to_write, listed, number, whole
 
 LOAD_PROFILES = ("web-rerank", "jobs", "feed", "titles", "long", "adversarial", "laptop")
 MOST_CALLS = 100_000  # of one rate of bench load
@@ -47,7 +47,7 @@ BENCH_LOAD_EXAMPLE = """example:
 
 Open loop: calls arrive at random, --rates of them a second in the mean, whether or not earlier ones are answered.
 goodput: documents/s of calls answered within the profile's SLO. Times in milliseconds; queue and compute are p99.
-Exit codes: 0; 1 an accepted call timed out, or a call failed for another reason than load, or no call was made; 2 no server."""
+Exit codes: 0; 1 a call timed out, failed for another reason than load, or there was none; 2 no server."""
 
 
 BENCH_MODEL_EXAMPLE = """example:
@@ -80,7 +80,7 @@ def add_bench_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", action="append", choices=["0.6B", "4B", "8B"], help=told)
     parser.add_argument("--pass-tokens", type=whole(1), default=16_384, metavar="N", help="of a pass (default: 16384)")
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="of weights (default: none)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="append JSON lines")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write the time by kernel of two shapes there")
     which = parser.add_mutually_exclusive_group()
     told = "prefix tokens, tokens of an item, items (default: eight of its own); may be given several times"
@@ -120,7 +120,7 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     told = "prefix tokens, tokens of an item, items (default: all of its own); may be given several times"
     parser.add_argument("--shape", type=SHAPE, action="append", default=[], metavar="P,S,M", help=told)
     parser.add_argument("--seconds", type=POSITIVE, default=2.0, metavar="X", help="of each run (default: 2)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="append JSON lines")
     parser.add_argument("--server-args", default="", metavar="ARGS", help="further settings of the server")
 
 
@@ -147,7 +147,7 @@ def add_bench_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parameters", type=number(0, 1e15), default=0.0, metavar="N", help="of the model, to tell FLOP/s"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures, a JSON object a rate")
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="write the figures, a JSON object a rate")
 
 
 def bench_load(args: argparse.Namespace) -> int:
@@ -176,12 +176,14 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="what prefixrank calibrate wrote")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--lengths", type=Path, metavar="FILE", help="JSON lines of real requests' lengths")
-    which.add_argument("--map", type=Path, metavar="PNG", help="draw the choice over prefix and item lengths")
+    which.add_argument("--map", type=file_to_write, metavar="PNG", help="draw the choice over prefix and item lengths")
     parser.add_argument("--json", action="store_true", help="write JSON")
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("calibration.json"), metavar="FILE", help="what to write")
+    parser.add_argument(
+        "--output", type=file_to_write, default=Path("calibration.json"), metavar="FILE", help="what to write"
+    )
     parser.add_argument("--seconds", type=POSITIVE, default=50.0, metavar="X", help="how long to measure (default: 50)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="take the heads from this checkpoint's config.json")
     parser.add_argument("--heads", type=whole(1), default=16, metavar="N", help="query heads of a layer (default: 16)")

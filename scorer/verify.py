@@ -31,6 +31,8 @@ from scorer.selfcheck import (
 
 def run(config: Config, record: Path | None = None) -> int:
     """Loads the model and proves it. 0: all within tolerance. Raises StartError."""
+    if record is not None:
+        _check_record(record)
     runtime = Runtime.load(config)
     try:
         return prove(runtime, record)
@@ -97,6 +99,14 @@ def _table(runtime: Runtime, found: Sequence[Deviation], refused: dict[Strategy,
     for strategy, why in refused.items():
         table.add_row(strategy, "0", "-", "-", f"refused: {why}")
     return table
+
+
+def _check_record(path: Path) -> None:
+    """Before the proof, which may take minutes. Raises ConfigError."""
+    if path.suffix != ".toml":
+        raise ConfigError(f"--record {path}: a profile's name ends in .toml")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--record {path}: there is no directory {path.parent}")
 
 
 def _record(runtime: Runtime, path: Path) -> None:

@@ -1,9 +1,11 @@
 """The command line. What needs a model runs against a small server of the tests' own."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from codecs import BOM_UTF8
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -267,21 +269,60 @@ def test_bad_lines_are_named_and_the_others_scored(capsys, tmp_path):
     ]
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     file = tmp_path / "requests.jsonl"
-    file.write_bytes(text.encode() + b'\n{"query": "\xff"}\n')
+    file.write_bytes(
+        text.encode()
+        + b'\n{"query": "\xff"}\n\xff\xfe\n{"query": 1, "documents": []}\n{"query": "q"}\n'
+        + BOM_UTF8
+        + b'{"query": "q", "documents": ["b"]}\n'
+    )
     with recording() as (target, servicer, _):
         code, out, err = cli(capsys, "score", "--target", target, "--json", "--input", file)
     assert code == 1
     written = [json.loads(line) for line in out.splitlines()]
-    assert [line.get("request_id") for line in written] == ["r1", *[None] * 8, "", None], "a line out for each line in"
+    assert [line.get("request_id") for line in written] == ["r1", *[None] * 8, "", *[None] * 4, ""], (
+        "a line out for each line in"
+    )
     assert written[1]["error"].startswith("line 2:")
     assert [d.id for d in servicer.requests[0].documents] == ["", "x"]
-    assert servicer.requests[-1].query.instruction == "i"
+    assert servicer.requests[-2].query.instruction == "i"
     told = err.splitlines()
-    assert [line.split(":")[0] for line in told] == [f"line {n}" for n in (2, 4, 5, 6, 7, 8, 9, 10, 12)]
+    assert [line.split(":")[0] for line in told] == [f"line {n}" for n in (2, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15)]
     assert "unknown keys ['topn']" in told[4]
     assert "INTERNAL: internal error, id 1" in told[6]
     assert told[7] == "line 10: not UTF-8 text: code point U+D800 at character 1"
     assert told[8] == "line 12: not UTF-8 text: byte 0xff at byte 12"
+    assert told[9] == "line 13: not UTF-8 text: byte 0xff at byte 1", "not taken for UTF-16 by its first bytes"
+    assert told[10] == 'line 14: "query" is not a string'
+    assert told[11] == 'line 15: expected an object with "query" and "documents"'
+
+
+def test_an_empty_input_is_told(capsys, tmp_path):
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n \n")
+    told = cli(capsys, "score", "--target", "127.0.0.1:1", "--input", file)
+    assert told == (0, "", "nothing to score: no line in the input\n")
+
+
+def test_outputs_that_cannot_be_are_refused_before_the_work(capsys, tmp_path):
+    for command in (["verify", "--record"], ["calibrate", "--output"], ["bench", "load", "--output"]):
+        code, _, err = cli(capsys, *command, tmp_path)
+        assert code == 2
+        assert f"a file, got the directory {str(tmp_path)!r}" in err
+    for name, told in (("x.txt", "a profile's name ends in .toml"), ("no/x.toml", "there is no directory")):
+        code, _, err = cli(capsys, "verify", "--model=/nowhere", "--record", tmp_path / name)
+        assert code == 2
+        assert err.startswith(f"prefixrank: --record {tmp_path / name}: {told}")
+    output = tmp_path / "no" / "out.parquet"
+    code, _, err = cli(capsys, "score-file", "/nowhere.parquet", "--output", output)
+    assert (code, err) == (2, f"prefixrank: the output {output}: there is no directory {output.parent}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_threads_than_the_cores_have_use_for_are_refused(capsys):
+    code, _, err = cli(capsys, "score", "--threads=9999", "q", "d")
+    assert code == 2
+    most = 4 * os.cpu_count()
+    assert err.startswith(f"prefixrank: threads (from the command line): Value error, at most {most}, 4 for each of")
 
 
 def test_text_that_is_no_utf_8_is_named_wherever_it_stands(capsys, tmp_path):
