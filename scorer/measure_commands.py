@@ -139,9 +139,7 @@ def add_bench_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=POSITIVE, default=15.0, metavar="X", help="of each rate (default: 15)")
     told = "times the mean rate in one second of ten, 1 to 10 (default: 1)"
     parser.add_argument("--burst", type=number(1, 10), default=1.0, metavar="X", help=told)
-    parser.add_argument(
-        "--scale", type=POSITIVE, default=1.0, metavar="X", help="of all lengths (default: 1)"
-    )
+    parser.add_argument("--scale", type=POSITIVE, default=1.0, metavar="X", help="of all lengths (default: 1)")
     parser.add_argument("--timeout", type=POSITIVE, default=60.0, metavar="SECONDS", help="of a call (default: 60)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the traffic (default: 0)")
     parser.add_argument(

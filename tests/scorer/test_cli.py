@@ -58,7 +58,7 @@ def test_help_shows_an_example_and_units(capsys, command):
 
 @pytest.mark.parametrize("given", ["nan", "-1"])
 @pytest.mark.parametrize("flag", ["score --timeout", "eval --timeout", "health --timeout", "bench load --scale"])
-def test_a_time_or_a_scale_is_a_number_from_zero_on(capsys, flag, given):
+def test_a_time_or_a_scale_is_a_number_above_zero(capsys, flag, given):
     code, _, err = cli(capsys, *f"{flag}={given}".split())
     assert code == 2
     assert f"{flag.split()[-1]}: a number between 0.001 and 1000000, got '{given}'" in err
