@@ -84,9 +84,9 @@ def wanted() -> Iterator[tuple[str, int, int, int, str, Strategy, int, str]]:
 
 def measure(rows_file: Path, rates_file: Path, calibration: Path | None) -> None:
     """Appends every row that is not there yet."""
-    from rich.console import Console
     from rich.progress import track
 
+    from scorer.console import plain_console
     from scorer.times import load_times
 
     _need_gpu()
@@ -94,7 +94,7 @@ def measure(rows_file: Path, rates_file: Path, calibration: Path | None) -> None
     have = {row.key for row in read_rows(rows_file)}
     missing = [w for w in wanted() if (*w[:4], w[5].value, *w[6:]) not in have]
     todo = [(point, [Variant(*w[5:]) for w in group]) for point, group in groupby(missing, key=lambda w: w[:5])]
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     rigs: dict[str, Any] = {}
     with rows_file.open("a", encoding="utf-8") as out:
         for point, variants in track(todo, "measuring", console=console, disable=not console.is_terminal):

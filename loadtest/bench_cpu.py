@@ -12,13 +12,13 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from attention.plans import Strategy
 from batching.types import Ints, Item, TokenizedRequest
 from scorer.config import Config
+from scorer.console import plain_console
 from scorer.runtime import Runtime
 from scorer.selfcheck import alone, packed
 
@@ -41,17 +41,17 @@ class Row:
 
 def run(config: Config) -> int:
     """Prints the table and the machine that it was measured on."""
-    console = Console()
+    console = plain_console()
     runtime = Runtime.load(config)
     try:
-        progress = Console(stderr=True)
+        progress = plain_console(stderr=True)
         rows = [
             _measure(runtime, s) for s in track(SHAPES, "measuring", console=progress, disable=not progress.is_terminal)
         ]
     finally:
         runtime.close()
     console.print(_table(rows))
-    console.print(_machine(runtime), highlight=False)
+    console.print(_machine(runtime))
     return 0
 
 

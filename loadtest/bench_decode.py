@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 
 from attention.decode_timing import DecodePoint
 from loadtest.attention_rows import HEAD_DIM, HEADS, KV_HEADS
 from loadtest.decode_report import report
 from loadtest.decode_rows import KINDS, OUR_CASCADE, VARIANTS, AttentionRow, SearchRow, StepRow, read_rows
+from scorer.console import plain_console
 from scorer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def measure_attention(rows: Rows, quick: bool) -> None:
     rig = DecodeRig(heads, max(PROMPTS), max(BEAMS) * max(OWN))
     rig.time(OUR_CASCADE, DecodePoint(1024, 128, 16))  # what is measured first would meet a GPU that idled
     broken: dict[str, str] = {}
-    for *lengths, variant in track(todo, "attention", console=Console(stderr=True)):
+    for *lengths, variant in track(todo, "attention", console=plain_console(stderr=True)):
         point = DecodePoint(*lengths)
         milliseconds, told = None, broken.get(variant, "")
         if not told:

@@ -21,6 +21,7 @@ from batching.types import TokenizedRequest
 from loadtest.model_passes import fits, prefix_pages, saturating, split
 from loadtest.model_report import plot, read_rows
 from loadtest.shapes import SATURATION, SCALING, SHAPES, SIZES, Shape, random_model, request
+from scorer.console import plain_console
 from scorer.errors import ConfigError
 from scorer.hand_fused import KEY_BLOCK
 from scorer.sizing import INVARIANT_TOKENS
@@ -78,12 +79,12 @@ def run(
     """
     if not torch.cuda.is_available():
         raise ConfigError("bench model needs an NVIDIA GPU")
-    console = Console()
+    console = plain_console()
     shapes = SCALING if scaling else shapes or SHAPES
     for name in sizes:
         usual = _rows(console, name, shapes, pass_tokens, quantization, False, output, profile)
         if scaling:
-            console.print(_flatness(usual), highlight=False)
+            console.print(_flatness(usual))
         if invariant:
             taken = [shape for shape in shapes if fits(shape, INVARIANT_TOKENS)]
             again = _rows(console, name, taken, INVARIANT_TOKENS, quantization, True, output, None)

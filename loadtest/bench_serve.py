@@ -25,6 +25,7 @@ from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import AsyncScorerClient, ScorerError
 from scorer.config import cache_dir
 from scorer.demo import LOOPBACK_OPTIONS, Server
+from scorer.errors import ConfigError
 from scorer.metrics import STAGES
 
 CONCURRENCIES = (1, 8, 32)
@@ -127,7 +128,10 @@ async def _clients(target: str) -> AsyncIterator[list[AsyncScorerClient]]:
     clients = [AsyncScorerClient(target, channel_options=options) for _ in range(CHANNELS)]
     try:
         for client in clients:
-            await client.wait_until_serving(300.0)
+            try:
+                await client.wait_until_serving(300.0)
+            except (TimeoutError, ScorerError) as error:
+                raise ConfigError(f"{target}: {error}") from None
         yield clients
     finally:
         for client in clients:

@@ -20,7 +20,7 @@ from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import AsyncScorerClient, ScorerError
 from scorer.demo import LOOPBACK_OPTIONS, Server
 from scorer.errors import ConfigError
-from scorer.remote import credentials, token
+from scorer.remote import credentials, token, wait_for
 
 CHANNELS = 4  # connections, so that no one stream limit or socket holds calls back
 
@@ -40,15 +40,15 @@ class Plan:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures each rate; 1 where an accepted call timed out or a call failed for another reason than load."""
+    """Measures each rate; 1 where a call was late, failed for another reason than load, or there was none."""
     with _target(args) as target:
         found = asyncio.run(_measure(args, target))
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text("".join(json.dumps(f.as_json()) + "\n" for f in found), encoding="utf-8")
-    failed = [f for f in found if f.timed_out or f.codes.keys() - {"OK", "RESOURCE_EXHAUSTED"}]
+    failed = [f for f in found if not f.calls or f.timed_out or f.codes.keys() - {"OK", "RESOURCE_EXHAUSTED"}]
     for f in failed:
-        print(f"FAILED at {f.rate:g} calls/s: {f.codes}")
+        print(f"FAILED at {f.rate:g} calls/s: {f.codes or f'no call in {args.seconds:g} s'}")
     return int(bool(failed))
 
 
@@ -71,7 +71,7 @@ async def _measure(args: argparse.Namespace, target: str) -> list[Figures]:
     print(HEADER)
     found = []
     async with _clients(args, target) as clients:
-        await _warm(clients, profile, args)
+        await _warm(clients, profile, args, target)
         for rate in args.rates:
             plan = Plan(profile, rate, args.seconds, args.seed, args.burst, args.scale, args.timeout, args.parameters)
             found.append(await measure(plan, clients))
@@ -92,16 +92,16 @@ async def _clients(args: argparse.Namespace, target: str) -> AsyncIterator[list[
             await client.close()
 
 
-async def _warm(clients: list[AsyncScorerClient], profile: Profile, args: argparse.Namespace) -> None:
+async def _warm(clients: list[AsyncScorerClient], profile: Profile, args: argparse.Namespace, target: str) -> None:
     """A few calls of another seed first: connections, kernels and graphs are made once."""
     for client in clients:
-        try:
-            await client.wait_until_serving(args.timeout)
-        except TimeoutError as error:
-            raise ConfigError(f"{args.target}: {error}") from None
+        await wait_for(client, args, target)
     warm = arrivals(profile, 1.0, 3600.0, args.seed + 1, scale=args.scale)
     for client, arrival in zip(clients, warm, strict=False):
-        await client.score_request(request_of(profile, arrival), max(args.timeout, 120.0))
+        try:
+            await client.score_request(request_of(profile, arrival), max(args.timeout, 120.0))
+        except ScorerError as error:
+            raise ConfigError(f"{target}: the first call: {error}") from None
 
 
 async def measure(plan: Plan, clients: list[AsyncScorerClient]) -> Figures:

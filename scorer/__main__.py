@@ -12,13 +12,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from scorer import cache_commands, eval_command, measure_commands, remote, score_command, top
 from scorer.bulk import command as bulk
 from scorer.errors import StartError
-from scorer.flags import MODEL_SETTINGS, SETTINGS, add_settings, as_arguments, config_of, given_flags
+from scorer.flags import MODEL_SETTINGS, SETTINGS, add_settings, as_arguments, config_of, file_to_write, given_flags
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -98,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(command("demo", _demo, "see it work on the embedded model", DEMO_EXAMPLE), MODEL_SETTINGS)
 
     verify = command("verify", _verify, "prove that packed scores equal those of one document alone", VERIFY_EXAMPLE)
-    verify.add_argument("--record", type=Path, metavar="FILE", help="write the profile with golden scores to this file")
+    verify.add_argument("--record", type=file_to_write, metavar="FILE", help="write the profile with golden scores")
     add_settings(verify, MODEL_SETTINGS)
 
     told = "rerank a test collection's candidates and measure the ranking"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from multiprocessing import get_context
-from pathlib import Path
 
 from scorer.config import cache_dir
 from scorer.errors import StartError
-from scorer.flags import MODEL_SETTINGS, add_settings, config_of, number
+from scorer.flags import MODEL_SETTINGS, POSITIVE, add_settings, config_of, file_to_write, listed, number, whole
 
 CACHE_EXAMPLE = """example:
   prefixrank bench cache --size 0.6B --size 4B --output cache.jsonl     (random weights of a true shape, on a GPU)
@@ -34,15 +33,13 @@ def add_bench_cache(parser: argparse.ArgumentParser) -> None:
     told = "random weights of this shape instead of --model; may be repeated"
     parser.add_argument("--size", action="append", choices=SIZES, help=told)
     told = "prefix, tokens of an item, items (default: 2048,64,32)"
-    parser.add_argument("--shape", type=_lengths, default=(2048, 64, 32), metavar="P,S,M", help=told)
-    parser.add_argument("--seconds", type=number(0), default=2.0, metavar="X", help="of each run (default: 2)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--shape", type=listed(whole(1), 3), default=(2048, 64, 32), metavar="P,S,M", help=told)
+    parser.add_argument("--seconds", type=POSITIVE, default=2.0, metavar="X", help="of each run (default: 2)")
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="append JSON lines")
     add_settings(parser, MODEL_SETTINGS)
 
 
 def bench_cache(args: argparse.Namespace) -> int:
-    if len(args.shape) != 3:
-        args.parser.error(f"--shape has three lengths, got {len(args.shape)}")
     sizes = args.size or [None]
     if len(sizes) == 1:
         return _bench_cache(args, sizes[0])
@@ -75,11 +72,11 @@ def _bench_cache(args: argparse.Namespace, size: str | None) -> int:
 def add_bench_tiers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, help="random weights of this shape instead of --model")
     told = "of prefixes, in tokens (default: 64,256,1024,2048)"
-    parser.add_argument("--lengths", type=_lengths, default=(64, 256, 1024, 2048), metavar="N,N", help=told)
+    parser.add_argument("--lengths", type=listed(whole(1)), default=(64, 256, 1024, 2048), metavar="N,N", help=told)
     told = "bytes/s that the last tier is slowed to, one after the other (default: none)"
-    parser.add_argument("--rates", type=_rates, default=(), metavar="X,X", help=told)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each measurement (default: 5)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--rates", type=listed(number(1, 1e15)), default=(), metavar="X,X", help=told)
+    parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="of each measurement (default: 5)")
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="append JSON lines")
     add_settings(parser, MODEL_SETTINGS)
 
 
@@ -103,19 +100,3 @@ def _sized(args: argparse.Namespace, size: str | None) -> None:
 
     directory = cache_dir() / f"random-{size}"
     args.model, args.profile = str(directory), str(write_checkpoint(SHAPES[size], directory))
-
-
-def _lengths(given: str) -> tuple[int, ...]:
-    """Comma-separated, each above 0. Raises ValueError."""
-    found = tuple(int(length) for length in given.split(","))
-    if min(found) < 1:
-        raise ValueError("lengths are above 0")
-    return found
-
-
-def _rates(given: str) -> tuple[float, ...]:
-    """Comma-separated, each above 0. Raises ValueError."""
-    found = tuple(float(rate) for rate in given.split(","))
-    if not all(0 < rate < float("inf") for rate in found):
-        raise ValueError("rates are above 0")
-    return found

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from rich.console import Console
 from rich.progress import Progress
 
 from attention.plans import HeadShape
 from attention.timing import TimeModel
+from scorer.console import plain_console
 from scorer.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"calibrate needs FlashInfer ({error}): pip install 'prefixrank[gpu]'") from None
     heads, kv_heads, head_dim = _heads(args)
     shape = HeadShape(heads, kv_heads, head_dim, head_dim**-0.5, getattr(torch, args.dtype))
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=plain_console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=1.0)
         model = calibrate(shape, args.seconds, tell=lambda share: progress.update(task, completed=share))
     require_whole(model, args.seconds)

@@ -21,6 +21,7 @@ from scorer.errors import ConfigError
 ENV_PREFIX = "PREFIXRANK_"
 EMBEDDED = "embedded"
 MiB = 1 << 20
+THREADS_PER_CORE = 4  # more only get in each other's way, and thousands take minutes to start
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Config(BaseModel):
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="GPUs, or processes on a CPU, over which the model is sharded; for serve"
     )
-    threads: int = Field(0, ge=0, description="torch threads on a CPU; 0: torch's own choice")
+    threads: int = Field(0, ge=0, description="torch threads on a CPU, 4 a core at most; 0: torch's own choice")
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free one")
@@ -178,6 +179,15 @@ class Config(BaseModel):
     @classmethod
     def _positive(cls, value: dict[str, float]) -> dict[str, float]:
         FairShares(value)  # says which is beyond the limits
+        return value
+
+    @field_validator("threads")
+    @classmethod
+    def _a_few_a_core(cls, value: int) -> int:
+        cores = os.cpu_count() or 1
+        if value > THREADS_PER_CORE * cores:
+            most = f"{THREADS_PER_CORE * cores}, {THREADS_PER_CORE} for each of this machine's {cores} cores"
+            raise ValueError(f"at most {most}")
         return value
 
     @field_validator("otlp_endpoint")

@@ -23,6 +23,7 @@ from rich.text import Text
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import ScorerClient, build_request
 from scorer.config import Config
+from scorer.console import plain_console
 from scorer.errors import StartError
 from scorer.metrics import STAGES
 
@@ -64,8 +65,8 @@ def demo_queries() -> list[Query]:
 
 def output() -> Console:
     """Standard output: as wide as the terminal, or wide enough for a table where it is none."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    console = plain_console()
+    return console if console.is_terminal else plain_console(width=PIPE_WIDTH)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scorer.flags import MODEL_SETTINGS, add_settings, number, whole
-from scorer.remote import add_remote
+from scorer.flags import MODEL_SETTINGS, POSITIVE, add_settings, whole
+from scorer.remote import add_target
 
 EXAMPLE = """example:
   prefixrank eval --collection cranfield --queries 10 --depth 20
@@ -26,10 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queries", type=whole(1), metavar="N", help="only the first N judged queries (default: all)")
     parser.add_argument("--depth", type=whole(1), default=100, metavar="K", help="candidates a query (default: 100)")
     parser.add_argument("--run-file", type=Path, metavar="FILE", help="TREC run (default: <name of DIR>.run)")
-    parser.add_argument("--target", metavar="HOST:PORT", help="a running server (default: the model in this process)")
     parser.add_argument("--plain", action="store_true", help="by transformers one document at a time, to compare with")
     parser.add_argument(
-        "--timeout", type=number(0), default=3600.0, metavar="SECONDS", help="of a query (default: 3600)"
+        "--timeout", type=POSITIVE, default=3600.0, metavar="SECONDS", help="of a query (default: 3600)"
     )
     parser.add_argument(
         "--max-tokens-per-document",
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="cuts longer ones (default: the profile's)",
     )
-    add_remote(parser)
+    add_target(parser)
     add_settings(parser, MODEL_SETTINGS)
 
 

@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 import grpc
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import ScorerError, build_request
 from scorer.collection import Collection
+from scorer.console import plain_console
 from scorer.errors import ConfigError, StartError
 from scorer.flags import config_of, given_flags
 from scorer.run_file import Ranking, RunFile
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     pools = bm25(collection, queries, args.depth)
     with _scorer(args) as score:
         run_file, failed = rerank(collection, pools, score, args)
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(table(collection, {"BM25": pools, "reranked": run_file.done}))
     console.print(_told(collection, pools, args, failed))
     return int(failed > 0)
@@ -88,7 +88,7 @@ def _bm25s() -> Any:
 
 def rerank(collection: Collection, pools: Scores, score: Score, args: argparse.Namespace) -> tuple[RunFile, int]:
     """Scores what the run file does not have yet. Returns it, and how many documents got no score."""
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     failed = 0
     with RunFile(args.run_file, _tag(score, args), {query: list(pool) for query, pool in pools.items()}) as run_file:
         todo = [query for query, pool in pools.items() if pool and query not in run_file.done]
@@ -118,7 +118,7 @@ def _ranked(
     except ScorerError as error:
         if error.code is not grpc.StatusCode.INVALID_ARGUMENT:
             raise _stopped(query, error) from None
-        Console(stderr=True).print(f"query {query} is not scored: {error.message}", highlight=False, markup=False)
+        plain_console(stderr=True).print(f"query {query} is not scored: {error.message}")
         response = pb.ScoreResponse(results=[pb.DocumentResult(id=id, index=i) for i, id in enumerate(pool)])
     return _ranking(response)
 

@@ -14,9 +14,10 @@ _SCALES = (("M", 1e6), ("G", 1e9), ("T", 1e12), ("P", 1e15), ("E", 1e18))
 
 def show(told: dict[str, Any], model: TimeModel, advice: str, file: TextIO | None = None) -> None:
     """Prints it. Numbers are never cut: a narrow terminal wraps the lines. advice: what is told of the article."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from scorer.console import plain_console
 
     title = Text(f"one layer, {heads_of(model.heads)}, on {model.machine.name}")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -31,7 +32,7 @@ def show(told: dict[str, Any], model: TimeModel, advice: str, file: TextIO | Non
             short(c["bytes"] / 1e6, 3),
         )
         table.add_row(name, *counts, short(c["launches"]), milliseconds)
-    console = Console(file=file or sys.stdout, highlight=False, markup=False, emoji=False)
+    console = plain_console(file=file or sys.stdout)
     console.width = max(COLUMNS, console.width)
     console.print(table)
     for line in _sentences(told, model, advice):

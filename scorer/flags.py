@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
+from urllib.parse import urlsplit
 
 from pydantic.fields import FieldInfo
 
@@ -57,6 +58,41 @@ def _within(text: str, kind: Callable[[str], N], what: str, least: N, most: N) -
     if value is None or not least <= value <= most:
         raise argparse.ArgumentTypeError(f"{what} between {least:.10g} and {most:.10g}, got {text!r}")
     return value
+
+
+POSITIVE = number(0.001)  # seconds, calls a second
+
+
+def listed(each: Callable[[str], N], count: int | None = None) -> Callable[[str], tuple[N, ...]]:
+    """The type of a flag that takes several of `each` with commas between; count: just so many."""
+
+    def parse(text: str) -> tuple[N, ...]:
+        parts = text.split(",")
+        if count is not None and len(parts) != count:
+            raise argparse.ArgumentTypeError(f"{count} numbers with commas between, got {text!r}")
+        return tuple(each(part) for part in parts)
+
+    return parse
+
+
+def file_to_write(text: str) -> Path:
+    """The type of a flag that names a file to write: refused before the work, where it is a directory."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"a file, got the directory {str(path)!r}")
+    return path
+
+
+def address(text: str) -> str:
+    """The type of a flag that takes HOST:PORT."""
+    parts = urlsplit(f"//{text}")
+    try:
+        whole = parts.netloc == text and parts.hostname and parts.port and not set(text) & set("@ ")
+    except ValueError:  # a port that is none
+        whole = False
+    if not whole:
+        raise argparse.ArgumentTypeError(f"HOST:PORT, got {text!r}")
+    return text
 
 
 def add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:

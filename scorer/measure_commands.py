@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 from scorer import remote
-from scorer.flags import number
+from scorer.flags import POSITIVE, file_to_write, listed, number, whole
 
 LOAD_PROFILES = ("web-rerank", "jobs", "feed", "titles", "long", "adversarial", "laptop")
+MOST_CALLS = 100_000  # of one rate of bench load
+SHAPE = listed(whole(1), 3)
 
 EXPLAIN_EXAMPLE = """example:
   prefixrank explain --prefix 96 --items 4,4 --q-tile 8
@@ -45,7 +47,7 @@ BENCH_LOAD_EXAMPLE = """example:
 
 Open loop: calls arrive at random, --rates of them a second in the mean, whether or not earlier ones are answered.
 goodput: documents/s of calls answered within the profile's SLO. Times in milliseconds; queue and compute are p99.
-Exit codes: 0; 1 an accepted call timed out, or a call failed for another reason than load; 2 no server."""
+Exit codes: 0; 1 a call timed out, failed for another reason than load, or there was none; 2 no server."""
 
 
 BENCH_MODEL_EXAMPLE = """example:
@@ -76,13 +78,13 @@ of four, and Poisson arrivals. Exit codes: 0; 2."""
 def add_bench_model(parser: argparse.ArgumentParser) -> None:
     told = "shape of the model; may be repeated (default: 0.6B)"
     parser.add_argument("--size", action="append", choices=["0.6B", "4B", "8B"], help=told)
-    parser.add_argument("--pass-tokens", type=int, default=16_384, metavar="N", help="of a pass (default: 16384)")
+    parser.add_argument("--pass-tokens", type=whole(1), default=16_384, metavar="N", help="of a pass (default: 16384)")
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="of weights (default: none)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="append JSON lines")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write the time by kernel of two shapes there")
     which = parser.add_mutually_exclusive_group()
     told = "prefix tokens, tokens of an item, items (default: eight of its own); may be given several times"
-    which.add_argument("--shape", type=_shape, action="append", default=[], metavar="P,S,M", help=told)
+    which.add_argument("--shape", type=SHAPE, action="append", default=[], metavar="P,S,M", help=told)
     told = "measure 32 to 1000 items of 64 tokens behind a prefix of 512, instead of the shapes"
     which.add_argument("--scaling", action="store_true", help=told)
     told = "measure each shape again in the invariant mode, and tell what it costs"
@@ -114,11 +116,11 @@ def bench_decode(args: argparse.Namespace) -> int:
 
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=["0.6B", "4B", "8B"], default="0.6B", help="shape (default: 0.6B)")
-    parser.add_argument("--target", metavar="HOST:PORT", help="a running server of that shape")
+    parser.add_argument("--target", type=remote.target, metavar="HOST:PORT", help="a running server of that shape")
     told = "prefix tokens, tokens of an item, items (default: all of its own); may be given several times"
-    parser.add_argument("--shape", type=_shape, action="append", default=[], metavar="P,S,M", help=told)
-    parser.add_argument("--seconds", type=number(0), default=2.0, metavar="X", help="of each run (default: 2)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append JSON lines")
+    parser.add_argument("--shape", type=SHAPE, action="append", default=[], metavar="P,S,M", help=told)
+    parser.add_argument("--seconds", type=POSITIVE, default=2.0, metavar="X", help="of each run (default: 2)")
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="append JSON lines")
     parser.add_argument("--server-args", default="", metavar="ARGS", help="further settings of the server")
 
 
@@ -128,47 +130,28 @@ def bench_serve(args: argparse.Namespace) -> int:
     return run(args)
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    shape = tuple(int(part) for part in text.split(","))
-    if len(shape) != 3 or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"three numbers from 1 on, such as 512,64,32: {text!r}")
-    return shape
-
-
 def add_bench_load(parser: argparse.ArgumentParser) -> None:
-    told = "a running server (default: one of its own with the embedded model)"
-    parser.add_argument("--target", metavar="HOST:PORT", help=told)
+    remote.add_target(parser, "one of its own with the embedded model")
     parser.add_argument("--profile", choices=LOAD_PROFILES, default="laptop", help="of the traffic (default: laptop)")
-    parser.add_argument("--rates", type=_rates, default=[1.0], metavar="X,X", help="calls a second (default: 1)")
-    parser.add_argument("--seconds", type=number(0), default=15.0, metavar="X", help="of each rate (default: 15)")
+    parser.add_argument(
+        "--rates", type=listed(POSITIVE), default=(1.0,), metavar="X,X", help="calls a second (default: 1)"
+    )
+    parser.add_argument("--seconds", type=POSITIVE, default=15.0, metavar="X", help="of each rate (default: 15)")
     told = "times the mean rate in one second of ten, 1 to 10 (default: 1)"
-    parser.add_argument("--burst", type=_burst, default=1.0, metavar="X", help=told)
-    parser.add_argument("--scale", type=number(0), default=1.0, metavar="X", help="of all lengths (default: 1)")
-    parser.add_argument("--timeout", type=number(0), default=60.0, metavar="SECONDS", help="of each call (default: 60)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the traffic (default: 0)")
+    parser.add_argument("--burst", type=number(1, 10), default=1.0, metavar="X", help=told)
+    parser.add_argument("--scale", type=POSITIVE, default=1.0, metavar="X", help="of all lengths (default: 1)")
+    parser.add_argument("--timeout", type=POSITIVE, default=60.0, metavar="SECONDS", help="of a call (default: 60)")
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the traffic (default: 0)")
     parser.add_argument(
         "--parameters", type=number(0, 1e15), default=0.0, metavar="N", help="of the model, to tell FLOP/s"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures, a JSON object a rate")
-    remote.add_remote(parser)
-
-
-def _rates(given: str) -> list[float]:
-    """Comma-separated calls a second, each above 0. Raises ValueError."""
-    found = [float(rate) for rate in given.split(",")]
-    if not all(0 < rate < float("inf") for rate in found):
-        raise ValueError("rates are above 0")
-    return found
-
-
-def _burst(given: str) -> float:
-    """Raises ValueError."""
-    if not 1 <= float(given) <= 10:
-        raise ValueError("between 1 and 10")
-    return float(given)
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help="write the figures, a JSON object a rate")
 
 
 def bench_load(args: argparse.Namespace) -> int:
+    if (calls := max(args.rates) * args.seconds) > MOST_CALLS:
+        told = f"--rates {max(args.rates):g} for --seconds {args.seconds:g} makes {calls:.0f} calls"
+        args.parser.error(f"{told}: at most {MOST_CALLS}, as they are built beforehand")
     from loadtest.open_loop import run
 
     return run(args)
@@ -191,19 +174,19 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="what prefixrank calibrate wrote")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--lengths", type=Path, metavar="FILE", help="JSON lines of real requests' lengths")
-    which.add_argument("--map", type=Path, metavar="PNG", help="draw the choice over prefix and item lengths")
+    which.add_argument("--map", type=file_to_write, metavar="PNG", help="draw the choice over prefix and item lengths")
     parser.add_argument("--json", action="store_true", help="write JSON")
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("calibration.json"), metavar="FILE", help="what to write")
     parser.add_argument(
-        "--seconds", type=number(0), default=50.0, metavar="X", help="how long to measure (default: 50)"
+        "--output", type=file_to_write, default=Path("calibration.json"), metavar="FILE", help="what to write"
     )
+    parser.add_argument("--seconds", type=POSITIVE, default=50.0, metavar="X", help="how long to measure (default: 50)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="take the heads from this checkpoint's config.json")
-    parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads of a layer (default: 16)")
-    parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="key/value heads (default: 8)")
-    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--heads", type=whole(1), default=16, metavar="N", help="query heads of a layer (default: 16)")
+    parser.add_argument("--kv-heads", type=whole(1), default=8, metavar="N", help="key/value heads (default: 8)")
+    parser.add_argument("--head-dim", type=whole(1), default=128, metavar="N", help="default: 128")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="default: bfloat16")
 
 

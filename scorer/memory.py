@@ -129,12 +129,15 @@ def fit(budget: int, needs: Needs, wanted: Wanted) -> MemoryPlan:
 
     The context gives way before the pass does, and the cache before both, down to what one context takes: so a request
     that is larger than a pass finds its prefix's K/V kept. Raises ConfigError with the figures where what was asked
-    for does not fit.
+    for does not fit, or is more than the model was made for.
     """
-    tried = None
+    tried, context = None, wanted.context_tokens
+    if context and context.asked and context.asked > wanted.model_context:
+        told = f"the model was made for {wanted.model_context} tokens"
+        raise ConfigError(f"{context.name} {context.asked}: {told}; lower it, or leave it out")
     for pass_tokens in wanted.pass_tokens.choices():
-        for context in _contexts(wanted, pass_tokens):
-            tried = _plan(budget, needs, wanted, pass_tokens, context)
+        for context_tokens in _contexts(wanted, pass_tokens):
+            tried = _plan(budget, needs, wanted, pass_tokens, context_tokens)
             if tried.total <= budget:
                 return tried
     assert tried is not None, "there is always a smallest choice"
@@ -146,8 +149,7 @@ def _contexts(wanted: Wanted, pass_tokens: int) -> Iterator[int]:
     if asked is None:
         yield min(pass_tokens, wanted.model_context)
         return
-    for context in asked.choices():
-        yield min(context, wanted.model_context)
+    yield from asked.choices()
 
 
 def _plan(budget: int, needs: Needs, wanted: Wanted, pass_tokens: int, context: int) -> MemoryPlan:

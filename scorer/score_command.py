@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from scorer.errors import ConfigError
-from scorer.flags import MODEL_SETTINGS, add_settings, config_of, given_flags, number, whole
-from scorer.remote import add_remote
+from scorer.flags import MODEL_SETTINGS, POSITIVE, add_settings, config_of, given_flags, whole
+from scorer.remote import add_target
 from scorer.scoring import at, here
 
 if TYPE_CHECKING:
@@ -48,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--query", help="the query; the documents are then lines of --input")
     parser.add_argument("--input", metavar="FILE", help="JSON lines, or with --query documents (default: stdin)")
     parser.add_argument("--json", action="store_true", help="write one JSON object a request instead of tables")
-    parser.add_argument("--target", metavar="HOST:PORT", help="a running server (default: the model in this process)")
     parser.add_argument(
-        "--timeout", type=number(0), default=60.0, metavar="SECONDS", help="of each request (default: 60)"
+        "--timeout", type=POSITIVE, default=60.0, metavar="SECONDS", help="of each request (default: 60)"
     )
     parser.add_argument("--instruction", help="instead of the profile's own")
     parser.add_argument("--top-n", type=whole(0), default=0, metavar="N", help="only the best N, sorted (default: all)")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--truncation", default="right", choices=["right", "left", "none"], help="the side to cut")
     parser.add_argument("--strategy", default="auto", metavar="NAME", help="such as multi_item (default: auto)")
-    add_remote(parser)
+    add_target(parser)
     add_settings(parser, MODEL_SETTINGS)
 
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         jobs = _jobs(args, stack)
         score = stack.enter_context(at(args) if config is None else here(config, args.timeout))
-        return _score_all(jobs, score, _show_json if args.json else _show_table())
+        return _score_all(jobs, score, _show_json if args.json else _show_table(), args.target or "the model")
 
 
 def _refuse_combinations(args: argparse.Namespace) -> None:
@@ -165,10 +165,12 @@ def _request(query: str, documents: Sequence[str], options: Mapping[str, Any]) -
 
 def _json_request(line: bytes, options: Mapping[str, Any]) -> pb.ScoreRequest:
     """The request of one JSON line. Raises ValueError saying what is wrong with it."""
-    given = json.loads(line)
-    if not isinstance(given, dict) or not isinstance(given.get("query"), str):
+    given = json.loads(line.removeprefix(BOM_UTF8).decode())  # of bytes it would guess at UTF-16
+    if not isinstance(given, dict) or not {"query", "documents"} <= given.keys():
         raise ValueError('expected an object with "query" and "documents"')
-    documents = given.get("documents")
+    documents = given["documents"]
+    if not isinstance(given["query"], str):
+        raise ValueError('"query" is not a string')
     if not isinstance(documents, list):
         raise ValueError('"documents" is not a list')
     unknown = given.keys() - {"query", "documents", "instruction", "request_id"}
@@ -192,16 +194,18 @@ def _document(index: int, given: object) -> tuple[str, str]:
     raise ValueError(f'documents[{index}] is neither a string nor {{"id": "...", "text": "..."}}')
 
 
-def _score_all(jobs: Iterable[Job], score: Score, show: Show) -> int:
-    """Scores one job after another. What is wrong with one is told, and the others go on."""
-    from rich.console import Console
+def _score_all(jobs: Iterable[Job], score: Score, show: Show, by: str) -> int:
+    """Scores one job after another. What is wrong with one is told, and the others go on. by: who scores."""
     from rich.progress import Progress
 
     from scorer.client import ScorerError
+    from scorer.console import plain_console
 
-    console = Console(stderr=True)
-    long = console.is_terminal and not isinstance(jobs, list)
+    console = plain_console(stderr=True)
+    alone = isinstance(jobs, list)
+    long = console.is_terminal and not alone
     failed = False
+    job = None
     # A bar on standard error must not take standard output with it when that goes to a file.
     with Progress(console=console, disable=not long, transient=True, redirect_stdout=sys.stdout.isatty()) as progress:
         for job in progress.track(jobs, total=None, description="scoring"):
@@ -211,10 +215,20 @@ def _score_all(jobs: Iterable[Job], score: Score, show: Show) -> int:
                 show(job.request, score(job.request))
             except (ValueError, ScorerError) as error:
                 failed = True
+                told = f"{by if alone and _not_the_inputs(error) else job.where}: {error}"
                 if show is _show_json:  # a line out for each line in
-                    print(json.dumps({"error": f"{job.where}: {error}"}, ensure_ascii=False), flush=True)
-                console.print(f"{job.where}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+                    print(json.dumps({"error": told}, ensure_ascii=False), flush=True)
+                console.print(told, style="red", soft_wrap=True)
+    if job is None:
+        console.print("nothing to score: no line in the input")
     return int(failed)
+
+
+def _not_the_inputs(error: Exception) -> bool:
+    """A status that tells of the server, or of the way there."""
+    from scorer.client import ScorerError
+
+    return isinstance(error, ScorerError) and error.code.name != "INVALID_ARGUMENT"
 
 
 def _show_json(request: pb.ScoreRequest, response: pb.ScoreResponse) -> None:

@@ -100,9 +100,8 @@ def _one_at_a_time(runtime: Runtime, request: pb.ScoreRequest) -> pb.ScoreRespon
 
 
 def _loaded(config: Config) -> Runtime:
-    from rich.console import Console
-
+    from scorer.console import plain_console
     from scorer.server import load_runtime
 
-    with Console(stderr=True).status("loading and checking the model"):
+    with plain_console(stderr=True).status("loading and checking the model"):
         return load_runtime(config)

@@ -47,6 +47,13 @@ AWKWARD_DOCUMENTS = (
 )
 
 
+SPACES = f"let the item begin with a space or a control token, and so what follows {DOCUMENT}"
+STRIPS = (
+    "the tokenizer's Strip normalizer takes the spaces at the ends of each text away, other ones of a text in parts: "
+    f"take it out of tokenizer.json, or put control tokens right before and behind {DOCUMENT}"
+)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Apart:
     """A query and a document as this service writes and encodes them.
@@ -63,10 +70,11 @@ class Apart:
     tail: int
 
 
-def check_seams(profile: str, apart: Apart, encode: Callable[[str], Ints]) -> None:
+def check_seams(profile: str, apart: Apart, encode: Callable[[str], Ints], normalizer: object = None) -> None:
     """Raises ProfileError naming the seam, the document and the ids where the tokenizer merges across a seam.
 
-    encode  the tokenizer itself, not our copies of it
+    encode      the tokenizer itself, not our copies of it
+    normalizer  the tokenizer's
     """
     expected, found = encode("".join(apart.texts)), np.concatenate(apart.ids)
     if np.array_equal(expected, found):
@@ -77,7 +85,7 @@ def check_seams(profile: str, apart: Apart, encode: Callable[[str], Ints]) -> No
         f"profile {profile}: the tokenizer merges across the seam "
         f"{'document | what follows it' if first_seam_holds else 'prefix | item'} for document {apart.document!r}, "
         f"query {apart.query!r}: from token {at} on together {shown(expected[at:])}, apart {shown(found[at:])}; "
-        f"let the item begin with a space or a control token, and so what follows {DOCUMENT}"
+        + (STRIPS if "Strip(" in repr(normalizer) else SPACES)
     )
 
 

@@ -169,7 +169,7 @@ class Tokenization:
         for query in AWKWARD_QUERIES:
             self._prove_chat(query)
             for apart in self._apart(query, documents):
-                check_seams(self._profile.name, apart, self._plain_ids)
+                check_seams(self._profile.name, apart, self._plain_ids, self._tokenizer.backend_tokenizer.normalizer)
 
     def _check_prefix_end(self) -> None:
         """Whether the tokenizer puts a space before the item must not depend on a request."""

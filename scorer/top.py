@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from scorer.errors import ConfigError, first_line
-from scorer.flags import number, whole
+from scorer.flags import address, number, whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,23 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=whole(0), default=0, metavar="N", help="stop after N views; 0 (default): never")
 
 
-def address(text: str) -> str:
-    """A --target. Raises ArgumentTypeError or ValueError."""
-    parts = urlsplit(f"//{text}")
-    if parts.netloc != text or not parts.hostname or not parts.port or set(text) & set("@ "):
-        raise argparse.ArgumentTypeError(f"HOST:PORT, got {text!r}")
-    return text
-
-
 def run(args: argparse.Namespace) -> int:
     """Shows views until --count or the keyboard ends it."""
-    from rich.console import Console
     from rich.live import Live
+
+    from scorer.console import plain_console
 
     def read() -> Samples:
         return fetch(f"http://{args.target}/metrics")
 
-    console = Console()
+    console = plain_console()
     shown = views(read, args.interval, args.count)
     if not console.is_terminal:
         for each in shown:

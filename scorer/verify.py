@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -15,6 +14,7 @@ from batching.select import StrategyError, choose
 from batching.types import Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.config import Config
+from scorer.console import plain_console
 from scorer.errors import ConfigError
 from scorer.profile import record_golden
 from scorer.runtime import Runtime
@@ -31,6 +31,8 @@ from scorer.selfcheck import (
 
 def run(config: Config, record: Path | None = None) -> int:
     """Loads the model and proves it. 0: all within tolerance. Raises StartError."""
+    if record is not None:
+        _check_record(record)
     runtime = Runtime.load(config)
     try:
         return prove(runtime, record)
@@ -41,18 +43,18 @@ def run(config: Config, record: Path | None = None) -> int:
 def prove(runtime: Runtime, record: Path | None = None) -> int:
     """Prints the deviations; with `record`, writes the profile with golden scores there. 0: all within the tolerance of
     the service's own start. Raises StartError."""
-    console = Console()
+    console = plain_console()
     runtime.tokenization.prove()
     tolerance = runtime.tolerance
     found, refused = deviations(runtime)
     console.print(_table(runtime, found, refused, tolerance))
     if record is not None:
         _record(runtime, record)
-        console.print(f"wrote {record} with golden scores", highlight=False)
+        console.print(f"wrote {record} with golden scores")
     worst = max(d.score for d in found)
     within = worst <= tolerance
     verdict = "within" if within else "BEYOND"
-    console.print(f"largest deviation {worst:.3g}: {verdict} the tolerance of {tolerance:g}", highlight=False)
+    console.print(f"largest deviation {worst:.3g}: {verdict} the tolerance of {tolerance:g}")
     return 0 if within else 1
 
 
@@ -60,7 +62,7 @@ def deviations(runtime: Runtime) -> tuple[list[Deviation], dict[Strategy, str]]:
     """Every strategy's deviation on the sample requests, and why some cannot compute them. Raises ModelError where the
     limits take none of the samples."""
     requests = sample_requests(runtime.tokenization)
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     expected = [
         (request, alone_all(runtime.engine.model, request))
         for request in track(requests, "one at a time", console=console, disable=not console.is_terminal)
@@ -97,6 +99,14 @@ def _table(runtime: Runtime, found: Sequence[Deviation], refused: dict[Strategy,
     for strategy, why in refused.items():
         table.add_row(strategy, "0", "-", "-", f"refused: {why}")
     return table
+
+
+def _check_record(path: Path) -> None:
+    """Before the proof, which may take minutes. Raises ConfigError."""
+    if path.suffix != ".toml":
+        raise ConfigError(f"--record {path}: a profile's name ends in .toml")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--record {path}: there is no directory {path.parent}")
 
 
 def _record(runtime: Runtime, path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from scorer.bulk.progress import Bar, job_of, options_of, rows_left, source_of, stopped, told
 from scorer.errors import ConfigError
-from scorer.flags import MODEL_SETTINGS, add_settings, given_flags, number, whole
-from scorer.remote import add_remote
+from scorer.flags import MODEL_SETTINGS, POSITIVE, add_settings, given_flags, number, whole
+from scorer.remote import add_target
 
 if TYPE_CHECKING:
     from scorer.bulk.parts import Job
@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="PARQUET", help="what to write")
     parser.add_argument("--query-column", default="query", metavar="NAME", help="default: query")
     parser.add_argument("--document-column", default="document", metavar="NAME", help="default: document")
-    parser.add_argument("--target", metavar="HOST:PORT", help="a running server (default: the model in this process)")
-    parser.add_argument("--timeout", type=number(0), default=600.0, metavar="SECONDS", help="a request (default: 600)")
+    parser.add_argument("--timeout", type=POSITIVE, default=600.0, metavar="SECONDS", help="a request (default: 600)")
     told = "done at once, and lost where it is stopped (default: 20000)"
     parser.add_argument("--chunk-rows", type=whole(1), default=20_000, metavar="N", help=told)
     parser.add_argument("--concurrency", type=whole(1), default=8, metavar="N", help="requests under way (default: 8)")
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ray-address", metavar="ADDRESS", help="of the cluster (default: what Ray finds, or local)")
     parser.add_argument("--workers", type=whole(1), default=1, metavar="N", help="engines on Ray (default: 1)")
     parser.add_argument("--worker-gpus", type=number(0), default=0.0, metavar="X", help="GPUs of each (default: 0)")
-    add_remote(parser)
+    add_target(parser)
     add_settings(parser, MODEL_SETTINGS)
 
 

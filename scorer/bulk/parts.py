@@ -77,6 +77,8 @@ def check_output(output: str, restart: bool, overwrite: bool) -> None:
     path, goes_on = Path(output), _manifest(parts_of(output)).exists() and not restart
     if path.is_dir():
         raise ConfigError(f"the output {output} is a directory: name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the output {output}: there is no directory {path.parent}")
     if path.exists() and not overwrite and not goes_on:
         raise ConfigError(f"the output {output} is there already: --overwrite replaces it")
 

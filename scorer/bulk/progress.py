@@ -58,10 +58,11 @@ class Bar:
     """A progress bar on standard error; without a terminal there is none."""
 
     def __init__(self, rows: int, done: int) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        console = Console(stderr=True)
+        from scorer.console import plain_console
+
+        console = plain_console(stderr=True)
         columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._progress.add_task("rows", total=rows, completed=done)

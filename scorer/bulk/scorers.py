@@ -15,7 +15,7 @@ from scorer.config import Config
 from scorer.errors import ConfigError
 from scorer.flags import config_of
 from scorer.refusal import Refused
-from scorer.remote import credentials, token
+from scorer.remote import credentials, token, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,7 @@ def scorer_of(args: argparse.Namespace) -> AbstractAsyncContextManager[Scorer]:
 async def remote(args: argparse.Namespace) -> AsyncIterator[Scorer]:
     """A server's answers. Raises ConfigError."""
     async with AsyncScorerClient(args.target, credentials(args), token=token(args.token_file)) as client:
-        try:
-            await client.wait_until_serving(args.timeout)
-        except (TimeoutError, ScorerError) as error:
-            raise ConfigError(f"{args.target}: {error}") from None
+        await wait_for(client, args, args.target)
         yield Scorer(
             lambda request: client.score_request(request, args.timeout),
             lambda: client.model_info(args.timeout, fingerprint=True),

@@ -1,18 +1,28 @@
 """The command line. What needs a model runs against a small server of the tests' own."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from codecs import BOM_UTF8
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+import scorer
 from prefixrank.v1 import scorer_pb2 as pb
+from scorer import remote
 from scorer.__main__ import main
 from scorer.config import Config
 from scorer.demo import Server, demo_queries
 from scorer.errors import StartError
+from tests.certificates import Pki
 from tests.scorer.test_client import recording
 from tests.tiny import tiny_model_dir
 
@@ -48,10 +58,10 @@ def test_help_shows_an_example_and_units(capsys, command):
 
 @pytest.mark.parametrize("given", ["nan", "-1"])
 @pytest.mark.parametrize("flag", ["score --timeout", "eval --timeout", "health --timeout", "bench load --scale"])
-def test_a_time_or_a_scale_is_a_number_from_zero_on(capsys, flag, given):
+def test_a_time_or_a_scale_is_a_number_above_zero(capsys, flag, given):
     code, _, err = cli(capsys, *f"{flag}={given}".split())
     assert code == 2
-    assert f"{flag.split()[-1]}: a number between 0 and 1000000, got '{given}'" in err
+    assert f"{flag.split()[-1]}: a number between 0.001 and 1000000, got '{given}'" in err
 
 
 def test_help_of_serve_has_every_setting(capsys):
@@ -87,12 +97,97 @@ def test_help_is_instant_because_it_loads_no_model_code():
         (["serve", "--prot", "1"], "unrecognized arguments"),
         (["serve", "--max-pass", "1"], "unrecognized arguments"),
         (["bench", "everything"], "invalid choice"),
+        (["bench", "load", "--rates=0"], "--rates: a number between 0.001 and 1000000, got '0'"),
+        (["bench", "load", "--rates="], "--rates: a number between 0.001 and 1000000, got ''"),
+        (["bench", "load", "--rates=1,nan"], "--rates: a number between 0.001 and 1000000, got 'nan'"),
+        (["bench", "load", "--burst=0"], "--burst: a number between 1 and 10, got '0'"),
+        (["bench", "load", "--seconds=-3"], "--seconds: a number between 0.001"),
+        (["bench", "load", "--seconds=inf"], "--seconds: a number between 0.001"),
+        (["bench", "load", "--parameters=-1"], "--parameters: a number between 0 and"),
+        (["bench", "load", "--seed=-1"], "--seed: a whole number between 0 and"),
+        (["bench", "load", "--scale=0"], "--scale: a number between 0.001"),
+        (["bench", "load", "--timeout=nan"], "--timeout: a number between 0.001"),
+        (["bench", "load", "--rates=1,1e5", "--seconds=2"], "100000 for --seconds 2 makes 200000 calls: at most"),
+        (["bench", "serve", "--shape=1,2"], "--shape: 3 numbers with commas between, got '1,2'"),
+        (["bench", "cache", "--shape=1,0,2"], "--shape: a whole number between 1 and"),
+        (["bench", "tiers", "--rates=a"], "--rates: a number between 1 and"),
+        (["calibrate", "--heads=0"], "--heads: a whole number between 1 and"),
+        (["health", "--timeout=0"], "--timeout: a number between 0.001"),
     ],
 )
 def test_wrong_usage_exits_with_two(capsys, arguments, told):
     code, _, err = cli(capsys, *arguments)
     assert code == 2
     assert told in err
+
+
+@pytest.mark.parametrize(
+    "target", ["", " ", "localhost", "localhost:", "localhost:abc", ":1", "h:99999", "h:1/x", "dns://"]
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["score", "q", "d"],
+        ["score-file", "in.parquet", "--output=out.parquet"],
+        ["eval", "--collection=x"],
+        ["health"],
+        ["top"],
+        ["bench", "load"],
+        ["bench", "serve"],
+    ],
+    ids=" ".join,
+)
+def test_a_target_that_is_none_is_refused_and_no_model_runs_in_its_place(capsys, command, target):
+    """An unset variable of a shell is an empty one."""
+    code, out, err = cli(capsys, *command, "--target", target)
+    assert (code, out) == (2, "")
+    assert err.endswith(f"argument --target: HOST:PORT, got {target!r}\n")
+
+
+@pytest.mark.parametrize("name", ["localhost:1", "[::1]:1", "dns:///name:1", "ipv4:127.0.0.1:1", "unix:/run/scorer"])
+def test_targets_that_grpc_knows(name):
+    assert remote.target(name) == name
+
+
+def test_health_says_why_a_server_does_not_serve(capsys, tmp_path):
+    with recording() as (address, _, _):
+        assert cli(capsys, "health", "--target", address) == (0, "serving\n", "")
+        ca = Pki.made(tmp_path).path("ca.crt")
+        code, out, _ = cli(capsys, "health", "--target", address, "--timeout=0.5", "--server-ca", ca)
+        assert code == 1
+        assert "not serving: UNAVAILABLE: " in out
+        assert "SSL" in out or "andshake" in out
+    with recording(serving=False) as (address, _, _):
+        code, out, _ = cli(capsys, "health", "--target", address, "--timeout=0.3")
+        assert (code, out) == (1, "not serving: its health is not SERVING\n")
+    code, out, _ = cli(capsys, "health", "--target", "127.0.0.1:1", "--timeout=0.3")
+    assert code == 1
+    assert "Connection refused" in out
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    code, out, _ = cli(capsys, "health", "--target", f"127.0.0.1:{port}")
+    server.stop(None)
+    assert (code, out) == (1, "not serving: UNIMPLEMENTED: Method not found!\n")
+
+
+def test_a_command_that_waits_for_a_server_says_so_and_why(capsys, tmp_path):
+    told = "for 127.0.0.1:1: UNAVAILABLE: "
+    rows = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"query": ["q"], "document": ["d"]}), rows)
+    for command in (["bench", "load"], ["score-file", rows, "--output", tmp_path / "out.parquet"]):
+        code, _, err = cli(capsys, *command, "--target=127.0.0.1:1", "--timeout=0.5")
+        assert code == 2
+        waits, stops = err.splitlines()
+        assert waits.startswith(f"prefixrank: waiting up to 0.5 s {told}")
+        assert stops.startswith("prefixrank: 127.0.0.1:1: not serving after 0.5 s: UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize("flag", ["--token-file", "--server-ca"])
+@pytest.mark.parametrize("command", [["score", "q", "d"], ["health"], ["bench", "load"]], ids=" ".join)
+def test_a_missing_token_or_certificate_is_named(capsys, command, flag):
+    code, _, err = cli(capsys, *command, "--target=127.0.0.1:1", flag, "/nowhere.pem")
+    assert (code, err) == (2, "prefixrank: cannot read /nowhere.pem: No such file or directory\n")
 
 
 @pytest.mark.parametrize("command", [["serve"], ["score", "q", "d"], ["demo"], ["verify"], ["bench", "cpu"]])
@@ -174,21 +269,60 @@ def test_bad_lines_are_named_and_the_others_scored(capsys, tmp_path):
     ]
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     file = tmp_path / "requests.jsonl"
-    file.write_bytes(text.encode() + b'\n{"query": "\xff"}\n')
+    file.write_bytes(
+        text.encode()
+        + b'\n{"query": "\xff"}\n\xff\xfe\n{"query": 1, "documents": []}\n{"query": "q"}\n'
+        + BOM_UTF8
+        + b'{"query": "q", "documents": ["b"]}\n'
+    )
     with recording() as (target, servicer, _):
         code, out, err = cli(capsys, "score", "--target", target, "--json", "--input", file)
     assert code == 1
     written = [json.loads(line) for line in out.splitlines()]
-    assert [line.get("request_id") for line in written] == ["r1", *[None] * 8, "", None], "a line out for each line in"
+    assert [line.get("request_id") for line in written] == ["r1", *[None] * 8, "", *[None] * 4, ""], (
+        "a line out for each line in"
+    )
     assert written[1]["error"].startswith("line 2:")
     assert [d.id for d in servicer.requests[0].documents] == ["", "x"]
-    assert servicer.requests[-1].query.instruction == "i"
+    assert servicer.requests[-2].query.instruction == "i"
     told = err.splitlines()
-    assert [line.split(":")[0] for line in told] == [f"line {n}" for n in (2, 4, 5, 6, 7, 8, 9, 10, 12)]
+    assert [line.split(":")[0] for line in told] == [f"line {n}" for n in (2, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15)]
     assert "unknown keys ['topn']" in told[4]
     assert "INTERNAL: internal error, id 1" in told[6]
     assert told[7] == "line 10: not UTF-8 text: code point U+D800 at character 1"
     assert told[8] == "line 12: not UTF-8 text: byte 0xff at byte 12"
+    assert told[9] == "line 13: not UTF-8 text: byte 0xff at byte 1", "not taken for UTF-16 by its first bytes"
+    assert told[10] == 'line 14: "query" is not a string'
+    assert told[11] == 'line 15: expected an object with "query" and "documents"'
+
+
+def test_an_empty_input_is_told(capsys, tmp_path):
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n \n")
+    told = cli(capsys, "score", "--target", "127.0.0.1:1", "--input", file)
+    assert told == (0, "", "nothing to score: no line in the input\n")
+
+
+def test_outputs_that_cannot_be_are_refused_before_the_work(capsys, tmp_path):
+    for command in (["verify", "--record"], ["calibrate", "--output"], ["bench", "load", "--output"]):
+        code, _, err = cli(capsys, *command, tmp_path)
+        assert code == 2
+        assert f"a file, got the directory {str(tmp_path)!r}" in err
+    for name, told in (("x.txt", "a profile's name ends in .toml"), ("no/x.toml", "there is no directory")):
+        code, _, err = cli(capsys, "verify", "--model=/nowhere", "--record", tmp_path / name)
+        assert code == 2
+        assert err.startswith(f"prefixrank: --record {tmp_path / name}: {told}")
+    output = tmp_path / "no" / "out.parquet"
+    code, _, err = cli(capsys, "score-file", "/nowhere.parquet", "--output", output)
+    assert (code, err) == (2, f"prefixrank: the output {output}: there is no directory {output.parent}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_threads_than_the_cores_have_use_for_are_refused(capsys):
+    code, _, err = cli(capsys, "score", "--threads=9999", "q", "d")
+    assert code == 2
+    most = 4 * os.cpu_count()
+    assert err.startswith(f"prefixrank: threads (from the command line): Value error, at most {most}, 4 for each of")
 
 
 def test_text_that_is_no_utf_8_is_named_wherever_it_stands(capsys, tmp_path):
@@ -222,7 +356,26 @@ def test_a_refused_request_exits_with_one(capsys):
 def test_nobody_at_the_target(capsys):
     code, _, err = cli(capsys, "score", "--target", "127.0.0.1:1", "q", "d", "--timeout", "5")
     assert code == 1
-    assert "UNAVAILABLE" in err
+    assert err.startswith("127.0.0.1:1: UNAVAILABLE: "), "the arguments are not at fault"
+
+
+def test_what_users_gave_is_told_as_it_is(capsys, tmp_path):
+    """No emoji codes, no markup."""
+    odd = ":smile:[bold]x[/bold]"
+    file = tmp_path / "requests.jsonl"
+    file.write_text(json.dumps({"query": "q", "documents": [], odd: 1}))
+    with recording() as (address, servicer, _):
+        servicer.refusal = (grpc.StatusCode.INVALID_ARGUMENT, odd, None)
+        _, _, err = cli(capsys, "score", "--target", address, "fail", "d")
+        assert err == f"the arguments: INVALID_ARGUMENT: {odd}\n"
+        _, _, err = cli(capsys, "score", "--target", address, "--input", file)
+        assert odd in err
+
+
+def test_every_console_is_a_plain_one():
+    root = Path(scorer.__file__).parents[1]
+    sources = [path for folder in ("scorer", "loadtest") for path in (root / folder).rglob("*.py")]
+    assert [p.name for p in sources if re.search(r"(?<!\w)Console\(", p.read_text())] == ["console.py"]
 
 
 def test_a_missing_input_file(capsys):

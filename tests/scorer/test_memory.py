@@ -36,12 +36,13 @@ asked = st.one_of(st.none(), st.integers(1, 1 << 16))
 
 @st.composite
 def wanted(draw):
-    context = draw(st.one_of(st.none(), st.builds(Asked, st.just("--max-context-tokens"), asked, st.just(1 << 15))))
+    model_context = draw(st.integers(1, 1 << 16))
+    context = st.builds(Asked, st.just("--max-context-tokens"), asked, st.just(model_context))
     return Wanted(
         Asked("--max-pass-tokens", draw(asked), 16_384, 256),
-        context,
+        draw(st.one_of(st.none(), context)),
         Asked("--cache-tokens", draw(asked), 1 << 18),
-        draw(st.integers(1, 1 << 16)),
+        model_context,
     )
 
 
@@ -59,6 +60,8 @@ def test_what_is_chosen_fits_and_what_is_asked_for_is_kept(budget, needs, wanted
     if wanted.cache_tokens.asked is not None:
         assert 0 <= wanted.cache_tokens.asked - plan.cache_tokens < needs.page_size
     assert plan.context_tokens <= wanted.model_context
+    if wanted.context_tokens and wanted.context_tokens.asked:
+        assert plan.context_tokens == wanted.context_tokens.asked
     assert plan.cache_tokens % needs.page_size == 0
     if wanted.cache_tokens.asked is None:  # one more page would not have fitted, or is more than is wanted
         page = needs.page_size * needs.kv_token
@@ -98,6 +101,14 @@ def test_on_a_cpu_the_context_gives_way_before_the_pass():
     plan = fit(2000 * MiB, NEEDS, wanted)
     assert plan.pass_tokens == 1024
     assert 512 <= plan.context_tokens < 40_960
+
+
+def test_a_context_beyond_what_the_model_was_made_for_is_refused_with_both_figures():
+    wanted = replace(WANTED, context_tokens=Asked("--max-context-tokens", 2048, 2048), model_context=2048)
+    assert fit(80_000 * MiB, NEEDS, wanted).context_tokens == 2048
+    wanted = replace(wanted, context_tokens=Asked("--max-context-tokens", 2049, 2048))
+    with pytest.raises(ConfigError, match="--max-context-tokens 2049: the model was made for 2048 tokens"):
+        fit(80_000 * MiB, NEEDS, wanted)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_the_command_line_gets_in_with_a_token_and_certificates(pki, tokens, cap
 
     run(scenario)
     told = capsys.readouterr()
-    assert told.out.startswith("serving\nnot serving\n")
+    assert told.out.startswith("serving\nnot serving: UNAVAILABLE: ")
     assert "UNAUTHENTICATED" in told.err
     assert "need --server-ca" in told.err
     assert "cannot read" in told.err

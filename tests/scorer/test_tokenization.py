@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from attention.plans import Strategy
@@ -840,6 +840,15 @@ def test_chat_template_that_rewrites_a_message_fails_the_proof():
 @pytest.mark.parametrize("profile", [PROFILE, LIKELIHOOD, CHAT], ids=lambda p: p.name)
 def test_good_profiles_are_proved(profile, options):
     tokenization(profile, tokenizer=tiny_tokenizer(**options)).prove()
+
+
+def test_a_normalizer_that_strips_is_named_as_the_cause():
+    tokenizer = tiny_tokenizer()
+    strip = normalizers.Strip()
+    before = tokenizer.backend_tokenizer.normalizer
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([before, strip]) if before else strip
+    with pytest.raises(ProfileError, match=r"the tokenizer's Strip normalizer .*: take it out of tokenizer\.json"):
+        tokenization(PROFILE, tokenizer=tokenizer).prove()
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_what_is_no_metrics_page_of_ours_is_a_clear_error(capsys):
     [
         ("--target=http://host:1", "--target: HOST:PORT, got 'http://host:1'"),
         ("--target=host", "--target: HOST:PORT, got 'host'"),
-        ("--target=host:99999", "--target: invalid address value: 'host:99999'"),
+        ("--target=host:99999", "--target: HOST:PORT, got 'host:99999'"),
         ("--interval=-1", "--interval: a number between 0.1 and 3600, got '-1'"),
         ("--interval=nan", "--interval: a number between 0.1 and 3600, got 'nan'"),
         ("--count=-1", "--count: a whole number between 0 and 2147483647, got '-1'"),

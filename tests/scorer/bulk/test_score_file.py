@@ -181,7 +181,7 @@ def test_what_is_no_parquet_file_and_no_server_are_told(tmp_path, capsys):
         (["--concurrency=many"], "--concurrency: a whole number between 1 and 2147483647, got 'many'"),
         (["--max-tokens-per-document=-5"], "--max-tokens-per-document: a whole number between 0"),
         (["--max-tokens-per-document=99999999999"], "--max-tokens-per-document: a whole number between 0"),
-        (["--timeout=nan"], "--timeout: a number between 0 and 1000000, got 'nan'"),
+        (["--timeout=nan"], "--timeout: a number between 0.001 and 1000000, got 'nan'"),
         (["--worker-gpus=-1", "--ray"], "--worker-gpus: a number between 0"),
     ],
 )
@@ -239,6 +239,7 @@ def test_a_column_that_is_there_twice_is_named(tmp_path, capsys):
 def test_other_columns_stay_whatever_they_and_the_folder_are_called(tmp_path):
     names = ["query", "document", "x", "x"]
     pq.write_table(pa.Table.from_arrays([pa.array(["q"])] * 4, names=names), tmp_path / "in.parquet")
+    (tmp_path / "day=1").mkdir()
     output = tmp_path / "day=1" / "out.parquet"
     assert exit_code(output, str(tmp_path / "in.parquet")) == 0
     with pq.ParquetFile(output) as file:
