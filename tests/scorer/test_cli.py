@@ -419,3 +419,19 @@ def test_the_demo_ranks_compares_and_stops(tmp_path):
     assert "documents/s: " in out
     assert out.endswith("server stopped, exit code 0\n")
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        (b"", "holds no token"),
+        ("sécret".encode(), "the token is not of printable ASCII characters"),
+        (b"\xff", "the token is not of printable ASCII characters"),
+        (b"nul\0", "the token is not of printable ASCII characters"),
+    ],
+)
+def test_a_token_file_that_holds_no_token_is_named(held, told, capsys, tmp_path):
+    (file := tmp_path / "token").write_bytes(held)
+    code, out, err = cli(capsys, "health", "--target=127.0.0.1:9", f"--token-file={file}")
+    assert (code, out) == (2, "")
+    assert f"--token-file {file}: {told}" in err
