@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -42,11 +43,16 @@ class ScorerError(Exception):
         super().__init__(f"{code.name}: {message}")
 
 
-def raise_unless_passing(error: grpc.RpcError) -> None:
+def raise_unless_passing(error: ScorerError) -> None:
     """A server that is not up yet, or not in time, is waited for; anything else is wrong for good."""
-    told = scorer_error(error)
-    if told.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        raise told from None
+    if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        raise error
+
+
+def is_cancelled() -> bool:
+    """Whether somebody asked this task to end: a CancelledError may also come out of what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def scorer_error(error: grpc.RpcError) -> ScorerError:

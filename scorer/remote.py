@@ -116,8 +116,8 @@ def token(path: Path | None) -> str | None:
     words = _read(path).decode("utf-8", "replace").split()
     if not words:
         raise ConfigError(f"--token-file {path}: holds no token")
-    if not words[0].isascii():
-        raise ConfigError(f"--token-file {path}: the token is not of ASCII characters")
+    if not (words[0].isascii() and words[0].isprintable()):
+        raise ConfigError(f"--token-file {path}: the token is not of printable ASCII characters")
     return words[0]
 
 

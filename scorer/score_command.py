@@ -124,19 +124,15 @@ def _decoded(number: int, line: bytes) -> str:
         raise ValueError(f"line {number}: {_not_utf8(error)}") from None
 
 
-def _not_utf8(error: UnicodeError) -> str:
+def _not_utf8(error: UnicodeDecodeError) -> str:
     """What is no text, where a codec's own words would not tell."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
-    assert isinstance(error, UnicodeEncodeError), "text is only decoded and encoded"
-    # an argument that was no UTF-8, or half a pair in JSON's \u notation
-    return f"not UTF-8 text: code point U+{ord(error.object[error.start]):04X} at character {error.start + 1}"
+    return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
 def _job(where: str, build: Callable[[], pb.ScoreRequest]) -> Job:
     try:
         return Job(where, build())
-    except UnicodeError as error:
+    except UnicodeDecodeError as error:
         return Job(where, None, _not_utf8(error))
     except ValueError as error:
         return Job(where, None, str(error))

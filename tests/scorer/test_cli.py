@@ -289,7 +289,7 @@ def test_bad_lines_are_named_and_the_others_scored(capsys, tmp_path):
     assert [line.split(":")[0] for line in told] == [f"line {n}" for n in (2, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15)]
     assert "unknown keys ['topn']" in told[4]
     assert "INTERNAL: internal error, id 1" in told[6]
-    assert told[7] == "line 10: not UTF-8 text: code point U+D800 at character 1"
+    assert told[7] == "line 10: documents[0]: not UTF-8 text: code point U+D800 at character 1"
     assert told[8] == "line 12: not UTF-8 text: byte 0xff at byte 12"
     assert told[9] == "line 13: not UTF-8 text: byte 0xff at byte 1", "not taken for UTF-16 by its first bytes"
     assert told[10] == 'line 14: "query" is not a string'
@@ -335,7 +335,7 @@ def test_text_that_is_no_utf_8_is_named_wherever_it_stands(capsys, tmp_path):
         assert err == f"{file}: line 2: not UTF-8 text: byte 0xff at byte 2\n"
         code, out, err = cli(capsys, "score", "--target", target, "q", "d\udcff")
         assert (code, out) == (1, "")
-        assert err == "the arguments: not UTF-8 text: code point U+DCFF at character 2\n"
+        assert err == "the arguments: documents[0]: not UTF-8 text: code point U+DCFF at character 2\n"
     assert not servicer.requests
 
 
@@ -419,3 +419,19 @@ def test_the_demo_ranks_compares_and_stops(tmp_path):
     assert "documents/s: " in out
     assert out.endswith("server stopped, exit code 0\n")
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        (b"", "holds no token"),
+        ("sécret".encode(), "the token is not of printable ASCII characters"),
+        (b"\xff", "the token is not of printable ASCII characters"),
+        (b"nul\0", "the token is not of printable ASCII characters"),
+    ],
+)
+def test_a_token_file_that_holds_no_token_is_named(held, told, capsys, tmp_path):
+    (file := tmp_path / "token").write_bytes(held)
+    code, out, err = cli(capsys, "health", "--target=127.0.0.1:9", f"--token-file={file}")
+    assert (code, out) == (2, "")
+    assert f"--token-file {file}: {told}" in err

@@ -48,10 +48,10 @@ class Recording(pb_grpc.ScorerServiceServicer):
 
 
 @contextmanager
-def recording(serving=True):
+def recording(serving=True, servicer=None):
     """A recording server: yields (target, servicer, health)."""
     server = grpc.server(ThreadPoolExecutor(2))
-    servicer, checks = Recording(), health.HealthServicer()
+    servicer, checks = servicer or Recording(), health.HealthServicer()
     status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
     checks.set(SERVICE.decode(), status)
     pb_grpc.add_ScorerServiceServicer_to_server(servicer, server)
