@@ -260,7 +260,7 @@ EVENTS = st.tuples(
 @given(st.lists(EVENTS, max_size=40), st.sampled_from([{}, {"a": 3.0}]))
 def test_nobody_gets_much_less_or_more_than_its_share_whoever_comes(events, weights):
     """Since it began to wait: less by what the classes are apart, and some turns of a second; more likewise. Who comes
-    beside others of its class that are ahead, by as much as one class is before the next, begins there: that counts too."""
+    beside others of its class begins where they are, which may be as far ahead as one class is before the next."""
     made, names = searches(places=1000, weights=weights), iter(range(1000))
     waiting, away, ahead = [], [], {}
     for do, which, tenant, priority, count in events:
