@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scorer.flags import MODEL_SETTINGS, POSITIVE, add_settings, whole
+from scorer.flags import MODEL_SETTINGS, POSITIVE, add_document_limit, add_settings, whole
 from scorer.remote import add_target
 
 EXAMPLE = """example:
@@ -30,13 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=POSITIVE, default=3600.0, metavar="SECONDS", help="of a query (default: 3600)"
     )
-    parser.add_argument(
-        "--max-tokens-per-document",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="cuts longer ones (default: the profile's)",
-    )
+    add_document_limit(parser)
     add_target(parser)
     add_settings(parser, MODEL_SETTINGS)
 

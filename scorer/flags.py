@@ -109,6 +109,12 @@ def add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
             group.add_argument(flag, metavar=_metavar(field), help=told)
 
 
+def add_document_limit(parser: argparse.ArgumentParser) -> None:
+    """How long a document of this command's requests may be."""
+    told = "cuts longer ones (default: the profile's)"
+    parser.add_argument("--max-tokens-per-document", type=whole(0), default=0, metavar="N", help=told)
+
+
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The settings given as flags; absent ones are left out."""
     return {name: value for name, value in vars(args).items() if name in Config.model_fields and value is not None}

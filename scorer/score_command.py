@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from scorer.errors import ConfigError
-from scorer.flags import MODEL_SETTINGS, POSITIVE, add_settings, config_of, given_flags, whole
+from scorer.flags import MODEL_SETTINGS, POSITIVE, add_document_limit, add_settings, config_of, given_flags, whole
 from scorer.remote import add_target
 from scorer.scoring import at, here
 
@@ -54,13 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--instruction", help="instead of the profile's own")
     parser.add_argument("--top-n", type=whole(0), default=0, metavar="N", help="only the best N, sorted (default: all)")
-    parser.add_argument(
-        "--max-tokens-per-document",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="cuts longer ones (default: the profile's)",
-    )
+    add_document_limit(parser)
     parser.add_argument("--truncation", default="right", choices=["right", "left", "none"], help="the side to cut")
     parser.add_argument("--strategy", default="auto", metavar="NAME", help="such as multi_item (default: auto)")
     add_target(parser)
