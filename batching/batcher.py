@@ -16,7 +16,8 @@ from batching.observer import Observer, Unobserved
 from batching.packing import fold
 from batching.pass_time import FittedPassTime, PassTime, Work
 from batching.passes import Execute, Passes
-from batching.prefix_cache import Chain, Lease, PrefixCache
+from batching.prefix_cache import PrefixCache
+from batching.runs import Chain, Lease
 from batching.scheduler import NOTHING_AHEAD, Asked, Order, Scheduler, SchedulerLimits, TextsAhead, Ticket, by_due
 from batching.select import Policy, choose
 from batching.shares import FairShares

@@ -11,7 +11,7 @@ from attention.plans import DENSE, Strategy
 from batching.job import Job
 from batching.packing import Group
 from batching.pass_time import PassTime, Work
-from batching.prefix_cache import Lease, PrefixCache
+from batching.prefix_cache import PrefixCache
 from batching.select import Budget
 
 
@@ -40,7 +40,7 @@ class Composer:
         """
         budget = Budget(self._pass_tokens, self._pass_items)
         parts: list[Part] = []
-        trees: dict[bytes, Strategy | None] = {}
+        trees: dict[tuple[bytes, bytes], Strategy | None] = {}
         end, latest = now, math.inf
         for job in jobs:
             if budget.full:
@@ -82,14 +82,14 @@ class Composer:
         prefix, found = len(job.request.prefix), 0
         if not job.naive and prefix:
             found = self._lease(job, now)
-        lease = job.lease or Lease([], 0)
+        lease = job.lease
         lengths = [job.lengths[item] for item in items]
         group = Group(
             job.request,
             items,
             tuple(job.choice.strategies[item] for item in items),
-            lease.written,
-            lease.pages if lease.blocks else None,
+            lease.written if lease is not None else 0,
+            lease.pages if lease is not None and lease.blocks else None,
             job.choice.packed_rows,
         )
         return Part(job, group, Work.of(prefix, found, lengths, job.naive))
@@ -131,11 +131,11 @@ def _dense(job: Job) -> Strategy | None:
     return job.request.strategy if job.request.strategy in DENSE else None
 
 
-def _root(job: Job) -> tuple[bytes, ...]:
+def _root(job: Job) -> list[tuple[bytes, bytes]]:
     """Who shares this block shares a tree of the pass."""
-    return () if job.naive else job.chain.keys[:1]
+    return [job.chain.root] if job.chain.blocks and not job.naive else []
 
 
-def _mixes(job: Job, trees: Mapping[bytes, Strategy | None]) -> bool:
+def _mixes(job: Job, trees: Mapping[tuple[bytes, bytes], Strategy | None]) -> bool:
     """Whether the job would put a dense mask and something else into one tree, which no plan can: it waits."""
     return any(trees.get(root, _dense(job)) is not _dense(job) for root in _root(job))

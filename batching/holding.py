@@ -9,7 +9,7 @@ import numpy as np
 
 from batching.batcher import Batcher
 from batching.errors import QueueFull
-from batching.prefix_cache import Lease
+from batching.runs import Lease
 from batching.scheduler import Asked
 from batching.types import Ints, Item, RequestScores, TokenizedRequest
 

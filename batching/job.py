@@ -10,7 +10,7 @@ from hashlib import blake2b
 from attention.layout import Ints
 from attention.plans import Strategy
 from batching.pass_time import Work
-from batching.prefix_cache import Chain, Lease
+from batching.runs import Chain, Lease
 from batching.scheduler import Ticket
 from batching.select import Choice
 from batching.types import RequestScores, Scored, TokenizedRequest

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from attention.layout import Ints
+
 
 class PagePool:
-    """A free list of page ids 0 .. pages-1."""
+    """A free list of page ids 0 .. pages-1. What is released last is taken first."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self._free = list(range(pages - 1, -1, -1))
-        self._taken = bytearray(pages)
+        self.free = pages
+        self._free = np.arange(pages - 1, -1, -1, dtype=np.int32)  # the first `free` of it are
+        self._taken = np.zeros(pages, bool)
 
-    @property
-    def free(self) -> int:
-        return len(self._free)
+    def take(self, count: int) -> Ints:
+        """So many pages, or as many as there are."""
+        left = max(0, self.free - count)
+        pages: Ints = self._free[left : self.free][::-1].copy()
+        self.free = left
+        self._taken[pages] = True
+        return pages
 
-    def take(self) -> int | None:
-        """A page, or None if there is none."""
-        if not self._free:
-            return None
-        page = self._free.pop()
-        self._taken[page] = True
-        return page
-
-    def release(self, page: int) -> None:
-        assert self._taken[page], "a page is released once"
-        self._taken[page] = False
-        self._free.append(page)
+    def release(self, pages: Ints) -> None:
+        """Gives back distinct pages, of which the last will be taken first."""
+        assert self._taken[pages].all(), "a page is released once"
+        self._taken[pages] = False
+        self._free[self.free : self.free + len(pages)] = pages
+        self.free += len(pages)

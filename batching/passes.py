@@ -143,7 +143,7 @@ class Passes:
         """Those who wait for no more than that a prefix is on its way."""
         for job in (part.job for part in parts):
             if job.coming is not None and job.lease is not None and job.lease.tokens == len(job.request.prefix):
-                job.coming(self._cache.held_blocks(job.lease.blocks))
+                job.coming(self._cache.held_again(job.lease))
                 job.coming = None
 
     def _not_running(self, parts: Sequence[Part]) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 
 from attention.layout import Ints
 from batching.pass_time import PassTime, Work
-from batching.prefix_cache import Block, Chain, Lease, PrefixCache
+from batching.prefix_cache import PrefixCache
+from batching.runs import Chain, Lease, Run
 
 PATIENCE = 1.0  # of the time that recomputing takes, after which a fetch is given up
 GIVEN_UP_SECONDS = 0.1  # what a fetch that failed is taken to have cost at least
@@ -122,7 +123,7 @@ class ReadAhead:
         """What to fetch of a prefix, and from where: what saves most time. None where nothing is there, or where
         computing it again is faster."""
         hit = self._cache.hit_blocks(asked)
-        found = self._tiers.found(asked.keys[hit:]) if hit < len(asked.keys) else ()
+        found = self._tiers.found(asked.keys[hit:]) if hit < asked.blocks else ()
         if not found:
             return None
         best = max(found, key=lambda each: self._gain(asked, hit, each))
@@ -152,7 +153,7 @@ class ReadAhead:
         if found is None:
             return None
         held = self._cache.held(asked)  # or what is there already might go meanwhile
-        name = asked.keys[len(held.blocks) + found.blocks - 1]
+        name = asked.keys[held.blocks + found.blocks - 1]
         if name in self._bringing:
             self._cache.release(held)
         else:
@@ -173,7 +174,7 @@ class ReadAhead:
             self._rates.learn(found.tier, found.size, max(self._clock() - began, GIVEN_UP_SECONDS))
 
     async def _fetch(self, asked: Chain, found: Found, held: Lease, began: float) -> None:
-        hit = len(held.blocks)
+        hit = held.blocks
         again = self._recompute(held.tokens, self._end(asked, hit + found.blocks))
         try:
             async with asyncio.timeout(PATIENCE * again + self._rates.seconds(found.tier, 0)):
@@ -200,22 +201,22 @@ class ReadAhead:
         """Registers the blocks, fills their pages, and only then says that they are written. (blocks, seconds)"""
         blocks = hit + len(contents)
         there = self._cache.held(asked)
-        taken = len(there.blocks) > hit or there.written < there.tokens  # by a pass that computes them, or those before
+        taken = there.blocks > hit or there.written < there.tokens  # by a pass that computes them, or those before
         self._cache.release(there)
         if taken or not contents:
             return 0, 0.0
-        lease = self._cache.registered(Chain(asked.salt, asked.keys[:blocks], self._end(asked, blocks)), self._clock())
+        lease = self._cache.registered(asked.beginning(blocks), self._clock())
         first = hit, asked.keys[hit]
         self._cache.filling.append(first)
         try:
-            new = lease.blocks[hit:]
-            pages = np.array([block.page for block in new], np.int32)
+            pages = lease.pages[hit:]
             # Shielded, as the pages are held until the copy ends.
-            seconds = await asyncio.shield(self._tiers.fill(pages, contents[: len(new)]))
-            for block in new:
-                block.written = True
-                block.stored = tier == self._tiers.names[0]  # else it is to come nearer when it is wanted again
-            return len(new), seconds
+            seconds = await asyncio.shield(self._tiers.fill(pages, contents[: len(pages)]))
+            for run in lease.runs:
+                if run.begin >= hit:
+                    run.written = True
+                    run.stored = tier == self._tiers.names[0]  # else it is to come nearer when it is wanted again
+            return len(pages), seconds
         finally:
             self._cache.filling.remove(first)
             self._cache.release(lease)
@@ -225,28 +226,29 @@ class ReadAhead:
         fresh = self._fresh(lease)
         if not fresh:
             return
-        held = self._cache.held_blocks(lease.blocks)
-        for block in fresh:
-            block.stored = True
-        task = asyncio.create_task(self._store(held, fresh))
+        held = self._cache.held_again(lease)
+        for run in fresh:
+            run.stored = True
+        places = [place for run in fresh for place in range(run.begin, run.end)]
+        task = asyncio.create_task(self._store(held, places))
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)
 
-    def _fresh(self, lease: Lease) -> list[Block]:
-        fresh = [b for b in lease.blocks if b.written and b.wishes >= WISHES and not b.stored]
+    def _fresh(self, lease: Lease) -> list[Run]:
+        fresh = [run for run in lease.runs if run.written and run.wishes >= WISHES and not run.stored]
         if fresh:  # else nobody looks into the tiers; what is there already may be a block computed again
-            for found in self._tiers.found([b.key for b in lease.blocks]):
+            for found in self._tiers.found(lease.chain.keys[: lease.blocks]):
                 if found.sure and found.tier == self._tiers.names[0]:
-                    for block in lease.blocks[: found.blocks]:
-                        block.stored = True
-        return [b for b in fresh if not b.stored]
+                    self._cache.mark_stored(lease, found.blocks)
+        return [run for run in fresh if not run.stored]
 
-    async def _store(self, held: Lease, fresh: Sequence[Block]) -> None:
+    async def _store(self, held: Lease, places: Sequence[int]) -> None:
+        """places: of the blocks in the prefix."""
         try:
-            await self._tiers.store([b.key for b in fresh], np.array([b.page for b in fresh], np.int32))
+            await self._tiers.store([held.chain.keys[place] for place in places], held.pages[list(places)])
         except Exception:  # noqa: BLE001 - a tier's trouble is no request's
-            for block in fresh:
-                block.stored = False
+            for run in held.runs:
+                run.stored = run.stored and run.begin not in places
         finally:
             self._cache.release(held)
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from attention.layout import Ints
 from batching.batcher import Batcher
 from batching.errors import DeviceFailed, DeviceGone, Expired, NotAdmitted
 from batching.holding import Held
-from batching.prefix_cache import Lease
 from batching.scheduler import Ticket
 from batching.searches import Searches, SearchTicket
 from scorer.beam_line import Line
@@ -161,10 +162,10 @@ class BeamSearcher:
         """A search over a prompt that is held. Its first turn is enqueued behind the prompt's pass where that is on its
         way, and counts where the pass ends well."""
         if prompt is None:
-            return self._made(request, Lease([], 0), ticket), None
+            return self._made(request, np.zeros(0, np.int32), ticket), None
         early = await self._first_turn(request, prompt, ticket)
         held, same = await prompt.held()
-        return early if early is not None and same else self._made(request, held.lease, ticket), held
+        return early if early is not None and same else self._made(request, held.lease.pages, ticket), held
 
     async def _first_turn(self, request: BeamRequest, prompt: Prompt, ticket: SearchTicket) -> BeamRun | None:
         """None where there is no pass to begin behind, or what there is is NaN: others' in that pass may have spread,
@@ -172,16 +173,16 @@ class BeamSearcher:
         lease = await prompt.coming()
         if lease is None:
             return None
-        search = self._made(request, lease, ticket)
+        search = self._made(request, lease.pages, ticket)
         try:
             await self._take_turn(search, prompt)
         except NotANumber:
             return None
         return search
 
-    def _made(self, request: BeamRequest, lease: Lease, ticket: SearchTicket) -> BeamRun:
+    def _made(self, request: BeamRequest, pages: Ints, ticket: SearchTicket) -> BeamRun:
         page_size = self._batcher.cache.page_size
-        return BeamRun(request, ticket, lease.pages, self._held[ticket], self._pages, page_size)
+        return BeamRun(request, ticket, pages, self._held[ticket], self._pages, page_size)
 
     async def _take_turn(self, search: BeamRun, prompt: Prompt | None = None) -> None:
         """prompt: of the search, where it is on its way."""

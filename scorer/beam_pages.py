@@ -24,11 +24,10 @@ class BeamPages:
 
     def take(self, count: int) -> Ints:
         """Ids of so many pages, which must be free."""
-        return np.array([self._pool.take() for _ in range(count)], np.int32) + np.int32(self._first)
+        return self._pool.take(count) + np.int32(self._first)
 
     def give_back(self, pages: Ints) -> None:
-        for page in reversed((pages - np.int32(self._first)).tolist()):
-            self._pool.release(page)
+        self._pool.release(pages[::-1] - np.int32(self._first))
 
     def slots(self, pages: Ints, tokens: Ints) -> Ints:
         """Where the tokens with these numbers of a search lie."""

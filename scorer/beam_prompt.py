@@ -8,7 +8,7 @@ from typing import Any
 from attention.layout import Ints
 from batching.batcher import Batcher
 from batching.holding import Held, hold
-from batching.prefix_cache import Lease
+from batching.runs import Lease
 from batching.scheduler import Asked
 
 
@@ -38,7 +38,7 @@ class Prompt:
     async def held(self) -> tuple[Held, bool]:
         """The K/V, and whether it is what `coming` gave. Raises as `hold` does."""
         held = await self._holding
-        return held, self._early.done() and self._early.result().blocks == held.lease.blocks
+        return held, self._early.done() and self._early.result().last is held.lease.last
 
     def leave(self) -> None:
         """Nobody needs it any more."""

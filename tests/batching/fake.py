@@ -34,6 +34,11 @@ def expected(asked, i):
 PAGE = 4
 
 
+def blocks_in_use(cache):
+    """How many indexed blocks some lease holds."""
+    return sum(len(run.pages) for run in cache.runs() if run.users)
+
+
 class FakeDevice:
     """Computes with kept pages as a model would: a cached token is found in its page, or the scores are wrong."""
 

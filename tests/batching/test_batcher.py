@@ -13,14 +13,24 @@ from batching.holding import warm
 from batching.passes import FAILURES_IN_A_ROW
 from batching.select import StrategyError
 from loadtest.virtual_time import run as virtual
-from tests.batching.fake import PAGE, Counting, FakeDevice, TimedDevice, assert_right, batcher, expected, ids, request
+from tests.batching.fake import (
+    PAGE,
+    Counting,
+    FakeDevice,
+    TimedDevice,
+    assert_right,
+    batcher,
+    blocks_in_use,
+    expected,
+    ids,
+    request,
+)
 
 
 def pages_held(made):
     """Pages that are neither free nor evictable; checks that none is lost."""
-    blocks = made.cache.blocks(list(made.cache._blocks))
-    assert made.cache.pool.free + len(blocks) == made.cache.pool.pages
-    return sum(block.users > 0 for block in blocks)
+    assert made.cache.pool.free + len(made.cache) == made.cache.pool.pages
+    return blocks_in_use(made.cache)
 
 
 def run(scenario):

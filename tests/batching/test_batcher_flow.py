@@ -13,7 +13,7 @@ from batching.select import Measured, Strategy
 from batching.shares import FairShares
 from batching.window import Window
 from loadtest.virtual_time import run
-from tests.batching.fake import FakeDevice, PerToken, request, submitted, timed
+from tests.batching.fake import FakeDevice, PerToken, blocks_in_use, request, submitted, timed
 
 
 async def ends(tasks):
@@ -219,10 +219,10 @@ def test_whoever_waits_while_another_is_composed_keeps_the_pages_of_both():
         await asyncio.sleep(0.01)
         first.cancel()
         await asyncio.sleep(0)
-        assert sum(block.users for block in made.cache.blocks(list(made.cache._blocks))) == 4
+        assert blocks_in_use(made.cache) == 4
         await second
         await made.drain()
-        assert not any(block.users for block in made.cache.blocks(list(made.cache._blocks)))
+        assert not blocks_in_use(made.cache)
 
     run(scenario())
 

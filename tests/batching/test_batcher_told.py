@@ -14,7 +14,7 @@ from batching.scheduler import Asked, TextsAhead, Ticket
 from batching.select import Choice, Strategy
 from batching.tiering import Rates
 from loadtest.virtual_time import run as virtual
-from tests.batching.fake import FakeDevice, batcher, request, submitted, timed
+from tests.batching.fake import FakeDevice, batcher, blocks_in_use, request, submitted, timed
 
 
 def test_bytes_that_could_not_be_in_time_are_refused_and_counted():
@@ -264,7 +264,7 @@ def test_a_held_prefix_is_computed_once_and_stays():
         assert (made.cache.counts.hit_tokens, made.cache.counts.missed_tokens) == (0, 10)
         again = await hold(made, prefix, Asked("a", 1))
         assert (again.cached, again.scores) == (10, None)
-        assert [block.wishes for block in again.lease.blocks] == [2, 2, 2]
+        assert [(run.wishes, len(run.pages)) for run in again.lease.runs] == [(2, 3)]
         assert again.lease.pages.tolist() == held.lease.pages.tolist()
         made.cache.clear()
         assert made.cache.hit(held_chain(made, prefix, "a")) == 10
@@ -290,7 +290,7 @@ def test_who_holds_is_told_once_that_its_prefix_is_coming_with_a_lease_of_its_ow
         assert (coming.written, len(told)) == (10, 1)
         for lease in (held.lease, coming):
             made.cache.release(lease)
-        assert not any(block.users for block in made.cache._blocks.values())
+        assert not blocks_in_use(made.cache)
         await made.drain()
 
     virtual(scenario())
@@ -331,7 +331,7 @@ def test_where_the_pages_are_in_use_it_is_not_held():
         held = await hold(made, request(range(20, 26), [5]).prefix, Asked())
         assert (held.cached, held.lease.written) == (0, 6)
         made.cache.release(held.lease)
-        assert all(block.users == 0 for block in made.cache._blocks.values())
+        assert not blocks_in_use(made.cache)
         await made.drain()
 
     virtual(scenario())

@@ -1,5 +1,7 @@
 """The index of blocks: against a model of what the pages hold, and rule by rule."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from batching.page_pool import PagePool
-from batching.prefix_cache import KEY_BYTES, MAX_PINNED, PrefixCache, chain
+from batching.prefix_cache import MAX_PINNED, PrefixCache
+from batching.runs import KEY_BYTES, TOKEN_BYTES, Chain, chain
 from tests.attention.draw import examples
 
 PAGE = 4
@@ -29,6 +32,21 @@ def write(made, asked, now=0.0):
     return lease.hit
 
 
+def free_pages(made):
+    return made.pool._free[: made.pool.free].tolist()
+
+
+def names(made, salt):
+    """Of the indexed blocks of one salt."""
+    found = set()
+    for run in (run for run in made.runs() if run.owner == salt):
+        path = [run]
+        while path[0].parent is not None:
+            path.insert(0, path[0].parent)
+        found |= set(Chain(salt, b"".join(each.ids for each in path), PAGE).keys)
+    return found
+
+
 class Machine(RuleBasedStateMachine):
     """Random passes of random leases. The model: what each page really holds, and who may rely on it.
 
@@ -47,8 +65,10 @@ class Machine(RuleBasedStateMachine):
         self.pinned = {}
 
     def prefixes(self, asked, lease):
-        """(block, prefix up to its end) of a lease."""
-        return [(block, (asked.salt, self.text[asked.keys][: block.end])) for block in lease.blocks]
+        """(run, page, prefix up to its block's end) of a lease."""
+        own = self.text[asked.keys]
+        places = [(run, page) for run in lease.runs for page in run.pages.tolist()]
+        return [(run, page, (asked.salt, own[: (n + 1) * PAGE])) for n, (run, page) in enumerate(places)]
 
     text = {}  # noqa: RUF012  keys -> tokens, for the messages of failing runs as well
 
@@ -67,9 +87,9 @@ class Machine(RuleBasedStateMachine):
             asked = chain(salt, ids(*own), PAGE)
             self.text[asked.keys] = own
             lease = self.cache.acquire(asked, self.now)
-            for block, prefix in self.prefixes(asked, lease):
-                if block.written:
-                    assert self.content[block.page] == prefix, "what is written is what was asked for"
+            for run, page, prefix in self.prefixes(asked, lease):
+                if run.written:
+                    assert self.content[page] == prefix, "what is written is what was asked for"
             assert lease.hit <= lease.tokens <= asked.tokens
             made.append([asked, lease])
             self.live.append(lease)
@@ -85,9 +105,9 @@ class Machine(RuleBasedStateMachine):
             self.cache.withdraw([lease for _, lease in ran])
             return
         for asked, lease in ran:
-            for block, prefix in self.prefixes(asked, lease):
-                if not block.written:
-                    self.content[block.page] = prefix
+            for run, page, prefix in self.prefixes(asked, lease):
+                if not run.written:
+                    self.content[page] = prefix
         for _, lease in ran:
             self.cache.commit(lease)
 
@@ -96,8 +116,7 @@ class Machine(RuleBasedStateMachine):
         """A request is done, or cancelled before its pass has begun."""
         _, lease = one
         self.running = [entry for entry in self.running if entry[1] is not lease]
-        for block in lease.blocks:
-            assert block.page not in self.cache.pool._free, "a page in use is not free"
+        assert not set(lease.pages.tolist()) & set(free_pages(self.cache)), "a page in use is not free"
         self._release(lease)
 
     def _release(self, lease):
@@ -107,15 +126,12 @@ class Machine(RuleBasedStateMachine):
     @rule(one=leases, seconds=st.integers(1, 5))
     def pin(self, one, seconds):
         asked, lease = one
-        for block in lease.blocks:
-            if not block.indexed:
-                return
-        if not lease.blocks:
+        if not lease.blocks or not all(run.indexed for run in lease.runs):
             return
         before = self.kept_of(asked.salt == b"b")
         kept = self.cache.pin(lease, self.now + seconds, self.now)
-        written = [block.key for block in lease.blocks if block.end <= kept and block.written]
-        self.pinned[lease.blocks[-1].key] = asked.salt, written, self.now + seconds
+        written = list(asked.keys[: min(kept, lease.written) // PAGE])
+        self.pinned[asked.keys[lease.blocks - 1]] = asked.salt, written, self.now + seconds
         theirs = self.kept_of(asked.salt == b"b")
         assert theirs <= before
         assert len(theirs) >= min(len(before), MAX_PINNED * 12 // 2), "of the others' part nothing is taken"
@@ -126,31 +142,31 @@ class Machine(RuleBasedStateMachine):
     def kept_of(self, first):
         """Blocks of one of the two salts that are kept from eviction."""
         salt = b"a" if first else b"b"
-        blocks = self.cache._blocks.values()
-        return {block.key for block in blocks if block.owner == salt and self.cache._pins.has(block.key, self.now)}
+        return {key for key in names(self.cache, salt) if self.cache._pins.has(key, self.now)}
 
     @invariant()
     def every_page_is_free_or_indexed_or_held_by_a_live_lease(self):
-        free, holders, used = self.cache.pool._free, {}, {}
-        for block in (block for lease in self.live for block in lease.blocks):
-            holders[block] = holders.get(block, 0) + 1
-        for block in {*holders, *self.cache._blocks.values()}:
-            assert used.setdefault(block.page, block) is block, "a page has one block"
-            assert block.users == holders.get(block, 0)
+        free, holders, used = free_pages(self.cache), Counter(run for lease in self.live for run in lease.runs), []
+        for run in {*holders, *self.cache.runs()}:
+            used += run.pages.tolist()
+            assert run.users == holders[run]
+        assert len(self.cache) == sum(len(run.pages) for run in self.cache.runs())
         assert sorted([*free, *used]) == list(range(self.cache.pool.pages)), "none is lost, none in two places"
 
     @invariant()
     def whole_beginnings_are_indexed(self):
-        for block in self.cache._blocks.values():
-            assert block.parent is None or block.parent.indexed
-            assert block.parent is None or block.parent.written or not block.written
-            assert block.children == sum(other.parent is block for other in self.cache._blocks.values())
-            assert block.written or block.users, "what nobody will write is not indexed"
+        for run in self.cache.runs():
+            assert run.parent is None or run.parent.indexed
+            assert run.parent is None or run.parent.written or not run.written
+            assert run.begin == (run.parent.end if run.parent is not None else 0)
+            assert len(run.pages) == -(-len(run.ids) // (PAGE * TOKEN_BYTES)) > 0
+            assert run.children == sum(other.parent is run for other in self.cache.runs())
+            assert run.written or run.users, "what nobody will write is not indexed"
 
     @invariant()
     def what_is_pinned_stays(self):
-        for _, keys, until in self.pinned.values():
-            assert until <= self.now or all(key in self.cache._blocks for key in keys)
+        for salt, keys, until in self.pinned.values():
+            assert until <= self.now or names(self.cache, salt) >= set(keys)
         pins = self.cache._pins
         assert len(pins._names) == sum(pins._kept.values()) <= MAX_PINNED * 12
 
@@ -162,7 +178,7 @@ class Machine(RuleBasedStateMachine):
             self._release(lease)
             self.every_page_is_free_or_indexed_or_held_by_a_live_lease()
         self.cache.clear()
-        assert sorted(self.cache.pool._free) == list(range(self.cache.pool.pages))
+        assert sorted(free_pages(self.cache)) == list(range(self.cache.pool.pages))
 
 
 # Runs of up to a hundred steps, some eighty in the mean: ten thousand operations.
@@ -281,7 +297,8 @@ def test_the_heap_of_what_may_go_stays_small():
     asked = made.chain(b"", ids(*range(8)))
     for _ in range(10_000):
         write(made, asked)
-    assert len(made._heap) <= 64 + 4 * 4 + 1
+        made.release(made.held(asked))
+    assert len(made._order._heap) <= 64 + 2 + 1
 
 
 # --- against what could be known

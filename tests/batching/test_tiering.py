@@ -10,6 +10,7 @@ from batching.pass_time import FittedPassTime, Work
 from batching.prefix_cache import PrefixCache
 from batching.tiering import TRY_AGAIN, WISHES, Found, Rates, ReadAhead
 from loadtest.virtual_time import run
+from tests.batching.fake import blocks_in_use
 
 PAGE = 16
 SIZE = 1 << 20  # bytes of a block
@@ -164,7 +165,7 @@ def test_what_is_fetched_is_in_the_index_and_held_only_while_it_is_filled():
         await ahead.bring(long)
         assert 0 < cache.hit(long) <= 160, "as much as there are pages"
         assert not cache.filling
-        assert all(block.users == 0 for block in cache._blocks.values())
+        assert not blocks_in_use(cache)
 
     run(scenario())
 
@@ -182,7 +183,7 @@ def test_what_is_fetched_is_its_callers_and_takes_no_pinned_page():
         mine = cache.chain(b"mine", np.arange(2 * PAGE, dtype=np.int32))
         await ahead.bring(mine)
         assert [cache.hit(asked) for asked in (pinned, other, mine)] == [2 * PAGE, 0, 2 * PAGE]
-        assert {block.owner for block in cache.blocks(mine.keys)} == {b"mine"}
+        assert [run.owner for run in cache.held(mine).runs] == [b"mine"]
 
     run(scenario())
 
@@ -266,7 +267,7 @@ def keys_of(*prefixes):
 
 def sound(cache):
     """No page is lost, no block is held, and what is indexed is a written beginning."""
-    assert all(b.users == 0 and b.written and (b.parent is None or b.parent.indexed) for b in cache._blocks.values())
+    assert all(run.users == 0 and run.written and (run.parent is None or run.parent.indexed) for run in cache.runs())
     assert cache.pool.free + len(cache) == cache.pool.pages
 
 

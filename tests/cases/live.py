@@ -148,4 +148,4 @@ def pages_in_use(batcher):
     """Pages that some request holds; checks that each is free or in the index of what is kept for later."""
     cache = batcher.cache
     assert cache.pool.free + len(cache) == cache.pool.pages
-    return sum(block.users > 0 for block in cache.blocks(list(cache._blocks)))
+    return sum(len(run.pages) for run in cache.runs() if run.users)

@@ -164,7 +164,7 @@ def test_same_request_twice(given, directory, tmp_path):
         for response in again:
             assert response.usage.cached_prefix_tokens == prefix
         for _ in range(len(cache) // 2):
-            assert cache._evict(0.0)
+            assert cache._evict(1, 0.0)
         again.append(server.score("what is the capital", documents))
         assert 0 < again[-1].usage.cached_prefix_tokens < prefix
         for response in again:

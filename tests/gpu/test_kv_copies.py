@@ -111,7 +111,7 @@ def test_prefixes_that_come_back_beside_running_passes_score_as_before():
                 np.testing.assert_allclose(await scored(tested, [requests[i] for i in order]), truth[order], atol=0.12)
         await tested.drain()
         assert tested.ahead.counts.chosen["fetch"] > 8
-        assert sum(block.users for block in tested.cache._blocks.values()) == 0
+        assert not any(run.users for run in tested.cache.runs())
 
     try:
         asyncio.run(run())

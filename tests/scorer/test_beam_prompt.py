@@ -66,7 +66,7 @@ async def under_way(made):
 
 def free(made, batcher, cached=0):
     """Whether nobody holds anything, and so many tokens are cached."""
-    batcher_free = not any(block.users for block in batcher.cache._blocks.values())
+    batcher_free = not any(run.users for run in batcher.cache.runs())
     hit = batcher.cache.hit(batcher.cache.chain(b"\0", REQUEST.prompt[:-1]))
     return made._pages._pool.free == BEAM_PAGES and batcher_free and hit == cached
 

@@ -102,7 +102,7 @@ def test_what_is_cached_is_not_computed_and_changes_nothing(strategy, family, pa
             assert_alone(model, request, answer)
             yield_cached.append(answer.cached_prefix_tokens)
         while made.cache.pool.free < made.cache.pool.pages - len(prefix) // page_size // 2:
-            assert made.cache._evict(0.0)
+            assert made.cache._evict(1, 0.0)
         answer = await made.submit(full)
         assert_alone(model, full, answer)
         assert 0 <= answer.cached_prefix_tokens < len(prefix) or page_size == 16

@@ -472,7 +472,7 @@ def scenario(stores, check, codec="exact"):
             await check(batcher, tiers, request, rng)
             await batcher.drain()
             cache = batcher.cache
-            assert sum(block.users for block in cache._blocks.values()) == 0
+            assert not any(run.users for run in cache.runs())
             assert cache.pool.free + len(cache) == cache.pool.pages
         finally:
             engine.close()
