@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from attention.layout import Ints, Layout, ranges
-from attention.plans import Launch, Pages, Plan
+from attention.plans import Launch, Pages, Plan, slots_in
 
 NONE = np.zeros(0, np.int32)
 
@@ -110,11 +110,14 @@ class Draft:
 
     def slots(self, pages: Ints, offset: int, count: int) -> Ints:
         """`count` slots of consecutive tokens, from `offset` within the first of `pages` on."""
-        place = np.arange(offset, offset + count, dtype=np.int32)
-        return (pages[place // self.page_size] * np.int32(self.page_size) + place % self.page_size).astype(np.int32)
+        return slots_in(pages, self.page_size, offset, count)
+
+    def written(self) -> tuple[Ints, Ints]:
+        """Rows whose K/V has been told to go into pages, and their slots."""
+        return _joined(self._append)
 
     def finish(self, launches: Sequence[Launch], merges: Sequence[tuple[int, int]], soft_cap: float) -> Plan:
-        append_rows, append_slots = _joined(self._append)
+        append_rows, append_slots = self.written()
         copy_from, copy_to = _joined(self.copies)
         kept = [int(pages.max()) + 1 for pages in self._kept if pages is not None and len(pages)]
         return Plan(

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.tiles import COLUMNS, Cut
+from attention.cuts import Cut
+from attention.tiles import COLUMNS
 
 GATHER_ROWS = 8  # rows of a CTA of `gather_rows`
 HOPPER, AMPERE = (9, 0), (8, 0)  # compute capabilities: H100 and later, A100

@@ -62,15 +62,18 @@ class Layout:
         """Builds and validates a layout. Raises LayoutError."""
         given = tuple(segments)
         reads = [segment.reads for segment in given]
-        return cls(
+        made = cls(
             parent=np.array([s.parent for s in given], np.int32),
             length=np.array([s.length for s in given], np.int32),
             cached=np.array([s.cached for s in given], np.int32),
             read_indptr=indptr([len(r) for r in reads]),
             read_offsets=np.array([offset for r in reads for offset in r], np.int32),
         )
+        made.validate()
+        return made
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
+        """Raises LayoutError where this is no geometry. The constructor trusts what is right as it was made."""
         n = len(self.parent)
         if n == 0:
             raise LayoutError("a layout has at least one segment")
@@ -93,24 +96,17 @@ class Layout:
     @cached_property
     def start(self) -> Ints:
         """[n] position of each segment's first token along its path."""
-        start = np.zeros(self.segments, np.int32)
-        for level in self._levels[1:]:
-            above = self.parent[level]
-            start[level] = start[above] + self.length[above]
+        ends = np.zeros(self.segments + 1, np.int32)  # of inner segments; the last one stands before the roots
+        for segment in self._inner:
+            ends[segment] = ends[self.parent[segment]] + self.length[segment]
+        start: Ints = ends[self.parent]
         return start
 
     @cached_property
-    def _levels(self) -> list[Ints]:
-        """Segment indices by depth: roots first."""
-        reached = self.parent < 0
-        levels = [np.flatnonzero(reached).astype(np.int32)]
-        remaining = np.flatnonzero(~reached)
-        while len(remaining):
-            placed = reached[self.parent[remaining]]
-            levels.append(remaining[placed].astype(np.int32))
-            remaining = remaining[~placed]
-            reached[levels[-1]] = True
-        return levels
+    def _inner(self) -> list[int]:
+        """The segments that others continue, parents first: few, however many items a pass has."""
+        inner: list[int] = np.flatnonzero(~self.is_leaf).tolist()
+        return inner
 
     @cached_property
     def token_start(self) -> Ints:
@@ -154,9 +150,10 @@ class Layout:
     def trees(self) -> tuple[Ints, ...]:
         """The segments of each tree of the forest, parents first."""
         root = np.arange(self.segments, dtype=np.int32)
-        for level in self._levels[1:]:
-            root[level] = root[self.parent[level]]
-        return tuple(np.flatnonzero(root == r).astype(np.int32) for r in self._levels[0])
+        for segment in self._inner:
+            root[segment] = root[self.parent[segment]] if self.parent[segment] >= 0 else segment
+        root = np.where(self.parent < 0, root, root[self.parent])
+        return tuple(np.flatnonzero(root == r).astype(np.int32) for r in np.flatnonzero(self.parent < 0))
 
     @cached_property
     def row_tokens(self) -> Ints:
@@ -190,6 +187,15 @@ def unshared(layout: Layout) -> tuple[Layout, Ints]:
             segments.append(Segment(parent, int(layout.length[s]), reads=tuple(int(r) for r in reads)))
             source.append(s)
     return Layout.of(segments), np.array(source, np.int32)
+
+
+def siblings(layout: Layout, leaves: Ints) -> list[tuple[tuple[int, ...], Ints]]:
+    """The leaves by the path that they continue, in order of first appearance."""
+    parents = layout.parent[leaves]
+    if len(parents) and (parents == parents[0]).all():
+        return [(layout.path(int(parents[0])), leaves)]
+    order = dict.fromkeys(parents.tolist())
+    return [(layout.path(parent), leaves[parents == parent]) for parent in order]
 
 
 def indptr(lengths: Sequence[int] | Ints) -> Ints:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from attention.cost import GROUP_ROWS, PACKED_ROWS, bins
 from attention.draft import NONE, Draft
-from attention.layout import Ints, Layout, LayoutError, indptr, ranges
+from attention.layout import Ints, Layout, LayoutError, indptr, ranges, siblings
 from attention.mask import visible
 from attention.plans import (
     MAX_ITEM_TOKENS,
@@ -117,15 +117,6 @@ class _Requests:
         )
 
 
-def _siblings(layout: Layout, leaves: Ints) -> list[tuple[tuple[int, ...], Ints]]:
-    """The leaves by the path that they continue, in order of first appearance."""
-    parents = layout.parent[leaves]
-    if len(parents) and (parents == parents[0]).all():
-        return [(layout.path(int(parents[0])), leaves)]
-    order = dict.fromkeys(parents.tolist())
-    return [(layout.path(parent), leaves[parents == parent]) for parent in order]
-
-
 def _ragged(draft: Draft, path: tuple[int, ...], leaves: Ints, inherit: bool) -> _Requests:
     """Every leaf behind one path as a request over it; the first may also query the rows that it inherits."""
     layout = draft.layout
@@ -168,7 +159,7 @@ def _end(layout: Layout, path: Sequence[int]) -> int:
 def _inner(draft: Draft, leaves: Ints) -> _Requests:
     """The shared rows that these leaves need and no launch computes yet, as requests of their own."""
     parts = []
-    for path, _ in _siblings(draft.layout, leaves):
+    for path, _ in siblings(draft.layout, leaves):
         if len(rows := draft.claim(path)):
             parts.append(_Requests.one(rows, draft.home(path), _end(draft.layout, path), draft.page_size))
     return _Requests.joined(parts)
@@ -176,7 +167,7 @@ def _inner(draft: Draft, leaves: Ints) -> _Requests:
 
 def _direct_ragged(draft: Draft, leaves: Ints) -> Made:
     """Scheme 3: one launch; every leaf a request over its whole path, the first also queries the rows it shares."""
-    made = _Requests.joined([_ragged(draft, path, own, True) for path, own in _siblings(draft.layout, leaves)])
+    made = _Requests.joined([_ragged(draft, path, own, True) for path, own in siblings(draft.layout, leaves)])
     return [made.launch(MaskKind.CAUSAL, draft.window(leaves))], []
 
 
@@ -196,7 +187,7 @@ def _split_cache(draft: Draft, leaves: Ints) -> Made:
     """Scheme 2 within one pass: a launch for the shared rows, then one for the leaves."""
     window = draft.window(leaves)
     shared = _inner(draft, leaves)
-    own = _Requests.joined([_ragged(draft, path, these, False) for path, these in _siblings(draft.layout, leaves)])
+    own = _Requests.joined([_ragged(draft, path, these, False) for path, these in siblings(draft.layout, leaves)])
     return [part.launch(MaskKind.CAUSAL, window) for part in (shared, own) if len(part.q_lens)], []
 
 
@@ -204,7 +195,7 @@ def _direct_ragged_grouped(draft: Draft, leaves: Ints) -> Made:
     """Scheme 3 with launches by query length, so that a long prefix does not force short items into wide tiles."""
     window = draft.window(leaves)
     shared = _inner(draft, leaves)
-    own = [_ragged(draft, path, these, False) for path, these in _siblings(draft.layout, leaves)]
+    own = [_ragged(draft, path, these, False) for path, these in siblings(draft.layout, leaves)]
     everything = _Requests.joined([shared, *own])
     group = np.searchsorted(GROUP_ROWS, everything.q_lens)
     chosen = [everything.select(group == g) for g in np.unique(group)]
@@ -216,7 +207,7 @@ def _cascade(draft: Draft, leaves: Ints) -> Made:
     layout, size = draft.layout, draft.page_size
     _refuse_window(draft, leaves, "cascade")
     shared_rows = _inner(draft, leaves)
-    groups = _siblings(layout, leaves)
+    groups = siblings(layout, leaves)
     level_0 = _Requests.joined([_on_path(draft, path, own) for path, own in groups if path])
     length = layout.length[leaves]
     own = -(-length // size)
@@ -247,7 +238,7 @@ def _cascade_contiguous(draft: Draft, leaves: Ints) -> Made:
     """Cascade without pages: K and V of every level lie one after the other, as the fastest kernels want them."""
     layout = draft.layout
     _refuse_window(draft, leaves, "cascade_contiguous")
-    groups = _siblings(layout, leaves)
+    groups = siblings(layout, leaves)
     shared: list[tuple[Ints, Ints]] = []
     for path, _ in groups:
         draft.keep(path)
@@ -292,7 +283,7 @@ def _multi_item(draft: Draft, leaves: Ints) -> Made:
     layout = draft.layout
     _refuse_items(draft, leaves, "multi_item")
     groups = []
-    for path, own in _siblings(layout, leaves):
+    for path, own in siblings(layout, leaves):
         length = layout.length[own]
         total = np.array([length.sum()], np.int32)
         requests = _over(draft, path, ranges(layout.row_start[own], length), total, inherit=True)
@@ -309,7 +300,7 @@ def _packed_multi_item(draft: Draft, leaves: Ints) -> Made:
     layout = draft.layout
     _refuse_items(draft, leaves, "packed_multi_item")
     groups = []
-    for path, own in _siblings(layout, leaves):
+    for path, own in siblings(layout, leaves):
         if len(inherited := draft.claim(path)):
             end = _end(layout, path)
             prefix = _Requests.one(inherited, draft.home(path), end, draft.page_size)
@@ -373,7 +364,7 @@ def _fused(draft: Draft, leaves: Ints) -> Made:
     layout = draft.layout
     _refuse_items(draft, leaves, "fused")
     requests: list[tuple[Ints, Ints, _ItemArrays]] = []  # rows, keys, mask
-    for path, own in _siblings(layout, leaves):
+    for path, own in siblings(layout, leaves):
         draft.keep(path)
         for depth in range(1, len(path) + 1):
             if len(rows := draft.claim(path[:depth])):

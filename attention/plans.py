@@ -178,6 +178,14 @@ class Pages:
         return cls(page_size, 0, (None,) * layout.segments)
 
 
+def slots_in(pages: Ints, page_size: int, offset: int, count: int) -> Ints:
+    """`count` slots of consecutive tokens, from `offset` within the first of `pages` on."""
+    first, last = offset // page_size, -(-(offset + count) // page_size)
+    begins, within = pages[first:last] * np.int32(page_size), np.arange(page_size, dtype=np.int32)
+    slots: Ints = np.add.outer(begins, within).ravel()
+    return slots[offset - first * page_size :][:count]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """A pass's attention, for one (window, soft cap).

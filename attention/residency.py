@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.layout import Ints, Layout, ranges
-from attention.plans import Pages, Plan
+from attention.layout import Ints, Layout
+from attention.plans import Pages, Plan, slots_in
+
+NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +42,7 @@ class Residency:
         stored = plan.append_slots < first_scratch_slot
         return cls(
             place=place,
-            cached_slots=_cached_slots(layout, pages),
+            cached_slots=np.concatenate([NONE, *cached_slots(layout, pages).values()]),
             store_rows=plan.append_rows[stored],
             store_slots=plan.append_slots[stored],
             copy_from=plan.copy_from[copied],
@@ -48,12 +50,12 @@ class Residency:
         )
 
 
-def _cached_slots(layout: Layout, pages: Pages) -> Ints:
-    slots = [np.zeros(0, np.int32)]
-    for segment in np.flatnonzero(layout.cached):
+def cached_slots(layout: Layout, pages: Pages) -> dict[int, Ints]:
+    """The kept slots of each segment that has cached tokens, in order of segments."""
+    slots = {}
+    for segment in np.flatnonzero(layout.cached).tolist():
         kept = pages.kept[segment]
         assert kept is not None, f"segment {segment} has cached tokens but no kept pages"
         offset = int(layout.start[segment]) % pages.page_size
-        whole = ranges(kept * np.int32(pages.page_size), np.full(len(kept), pages.page_size, np.int32))
-        slots.append(whole[offset : offset + int(layout.cached[segment])])
-    return np.concatenate(slots)
+        slots[segment] = slots_in(kept, pages.page_size, offset, int(layout.cached[segment]))
+    return slots

@@ -7,12 +7,13 @@ the mask `item_start[row] <= key <= row`. A tile with very many keys may be spli
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from attention.cost import LaunchShape
+from attention.cuts import Cut, cut_rows
 from attention.layout import Ints, indptr, ranges
 from attention.plans import Launch, MaskKind, RaggedKv
 
@@ -23,18 +24,7 @@ COLUMNS = 12  # a power of two is not needed, a multiple of 16 bytes is
 PROCESSORS = 132  # of an H100 or H200; two CTAs of the kernel share one
 SHORTEST_SPLIT = 256  # keys: a shorter part costs more to merge than it saves
 WAVES = 2  # parts that a processor should get when there are too few tiles: as many as it runs at once
-
-
-class Cut(NamedTuple):
-    """How a kernel cuts: rows of a tile, KV heads, each of which has a CTA for every tile, and keys of a block.
-
-    aligned: every item begins a tile of its own, so that its rows meet their keys in the same blocks wherever it stands
-    """
-
-    tokens: int
-    columns: int
-    keys: int = 64
-    aligned: bool = False
+NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,136 +64,78 @@ def tile(
     assert launch.mask is MaskKind.MULTI_ITEM, "fused launches mask by items"
     assert launch.multi_item is not None, "a multi-item launch carries its arrays"
     assert isinstance(launch.kv, RaggedKv), "fused launches name their keys token by token"
-    builder = _Builder(rows, len(cached_slots))
+    requests, item_start = Requests(), np.zeros(rows, np.int32)
+    stride, cached = launch.multi_item.token_pos_in_items_len, len(cached_slots)
     for b in range(launch.requests):
-        first, last = int(launch.qo_indptr[b]), int(launch.qo_indptr[b + 1])
+        own = launch.q_rows[launch.qo_indptr[b] : launch.qo_indptr[b + 1]]
+        first, count = int(own[0]), len(own)
+        assert int(own[-1]) == first + count - 1, "the rows of a fused request follow one another"
         keys = place[launch.kv.kv_tokens[launch.kv.kv_indptr[b] : launch.kv.kv_indptr[b + 1]]]
-        stride = launch.multi_item.token_pos_in_items_len
         fresh = max(0, len(keys) - int(launch.multi_item.prefix_len_ptr[b]))
         places = launch.multi_item.token_pos_in_items_ptr[b * stride : b * stride + fresh].astype(np.int32)
-        builder.request(launch.q_rows[first:last], keys[: len(keys) - (last - first)], places, cut)
-    return builder.finish(cached_slots, cut.columns, shortest_split)
+        item_start[own] = first
+        item_start[own[count - fresh :]] = own[count - fresh :] - places + 1
+        shared = keys[: len(keys) - count]
+        slots = shared[shared < cached]
+        runs = _runs(shared[shared >= cached] - cached)
+        requests.add(first, count, Shared(slots.tobytes(), (cached_slots[slots],), runs))
+    return requests.cut(item_start, cut, shortest_split)
 
 
-class _Builder:
-    def __init__(self, rows: int, cached: int) -> None:
-        self._cached = cached
-        self._item_start = np.zeros(rows, np.int32)
-        self._tiles: list[Ints] = []
+class Shared(NamedTuple):
+    """The keys that all rows of a request see: cached ones by their slots, then runs of rows.
+
+    name  the same for the same slots, which are then kept once for all requests
+    runs  (first row, rows) of each
+    """
+
+    name: Hashable = None
+    slots: tuple[Ints, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()
+
+
+class Requests:
+    """What a launch computes: runs of consecutive rows, each behind keys that all of its rows see."""
+
+    def __init__(self) -> None:
+        self._requests: list[tuple[int, ...]] = []  # first row, rows, shared keys, and SLOT to RUN_END of its tiles
         self._slots: list[Ints] = []
-        self._slot_of: dict[bytes, int] = {}  # the tiles of one path, and paths with one history, share their slots
-        self._runs: list[Ints] = []
+        self._slot_of: dict[Hashable, int] = {}  # the tiles of one path, and paths with one history, share their slots
         self._slot_count = 0
-        self._run_count = 0
+        self._runs: list[tuple[int, int]] = []
 
-    def request(self, rows: Ints, shared: Ints, places: Ints, cut: Cut) -> None:
-        """shared: places of the keys before the first row; places: of the last rows in their items, from 1."""
-        first, count = int(rows[0]), len(rows)
-        assert int(rows[-1]) == first + count - 1, "the rows of a fused request follow one another"
-        start = np.full(count, first, np.int32)
-        if len(places):
-            start[count - len(places) :] = rows[count - len(places) :] - places + 1
-        self._item_start[first : first + count] = start
-        slots, runs = shared[shared < self._cached], _runs(shared[shared >= self._cached] - self._cached)
-        begin = _cuts(start - first, cut, len(shared))
-        end = np.append(begin[1:], count)
-        tiles = np.zeros((len(begin), COLUMNS), np.int32)
-        tiles[:, ROW] = first + begin
-        tiles[:, ROWS] = end - begin
-        tiles[:, SLOT], tiles[:, SLOTS] = self._place(slots), len(slots)
-        tiles[:, RUN], tiles[:, RUN_END] = self._run_count, self._run_count + len(runs)
-        tiles[:, BEFORE] = start[begin]
-        tiles[:, OWN] = first + _own_begin(start - first, begin, end, cut.keys)
-        tiles[:, OWN_END] = first + end
-        tiles[:, PART] = -1
-        self._tiles.append(tiles)
-        self._runs.append(runs)
-        self._run_count += len(runs)
+    def add(self, first: int, rows: int, shared: Shared) -> None:
+        slots, runs = sum(map(len, shared.slots)), len(self._runs)
+        if shared.name not in self._slot_of:
+            self._slot_of[shared.name] = self._slot_count
+            self._slots += shared.slots
+            self._slot_count += slots
+        self._runs += shared.runs
+        keys = slots + sum(count for _, count in shared.runs)
+        self._requests.append((first, rows, keys, self._slot_of[shared.name], slots, runs, len(self._runs)))
 
-    def _place(self, slots: Ints) -> int:
-        """Where these slots begin among those of all paths."""
-        key = slots.tobytes()
-        if key not in self._slot_of:
-            self._slot_of[key] = self._slot_count
-            self._slots.append(slots)
-            self._slot_count += len(slots)
-        return self._slot_of[key]
-
-    def finish(self, cached_slots: Ints, columns: int, shortest_split: int) -> Tiles:
-        tiles, runs = np.concatenate(self._tiles), np.concatenate(self._runs)
-        keys = _keys(tiles, runs)
-        tiles, runs, merges = _split(tiles, runs, keys, columns, shortest_split)
-        order = np.argsort(-_keys(tiles, runs), kind="stable")
-        slots = cached_slots[np.concatenate(self._slots)] if self._slot_count else np.zeros(0, np.int32)
-        return Tiles(np.ascontiguousarray(tiles[order]), slots, runs, self._item_start, merges)
+    def cut(self, item_start: Ints, cut: Cut, shortest_split: int) -> Tiles:
+        """item_start: [rows of the pass] first row that each may see of its own part."""
+        given, runs = np.array(self._requests, np.int32), np.array(self._runs, np.int32).reshape(-1, 2)
+        made = cut_rows(given[:, 0], given[:, 1], given[:, 2], item_start, cut)
+        start = item_start[made.begin]
+        tiles = np.zeros((len(start), COLUMNS), np.int32)
+        tiles[:, ROW], tiles[:, ROWS] = made.begin, made.end - made.begin
+        tiles[:, SLOT : RUN_END + 1] = given[made.request, 3:]
+        tiles[:, BEFORE], tiles[:, OWN], tiles[:, OWN_END], tiles[:, PART] = start, made.own, made.end, -1
+        keys = given[made.request, 2] + made.end - start
+        tiles, runs, merges = _split(tiles, runs, keys, cut.columns, shortest_split)
+        order = np.argsort(-(_keys(tiles, runs) if len(merges) else keys), kind="stable")
+        return Tiles(tiles[order], np.concatenate([NONE, *self._slots]), runs, item_start, merges)
 
 
-def _runs(rows: Ints) -> Ints:
-    """[r, 2] first row and length of each stretch of consecutive rows."""
+def _runs(rows: Ints) -> tuple[tuple[int, int], ...]:
+    """(first row, length) of each stretch of consecutive rows."""
     if not len(rows):
-        return np.zeros((0, 2), np.int32)
-    begins = np.concatenate([[0], np.flatnonzero(np.diff(rows) != 1) + 1])
+        return ()
+    begins = np.append(0, np.flatnonzero(np.diff(rows) != 1) + 1)
     lengths = np.diff(np.append(begins, len(rows)))
-    return np.stack([rows[begins], lengths], axis=1).astype(np.int32)
-
-
-def _cuts(start: Ints, cut: Cut, shared: int) -> Ints:
-    """First row of each tile. start: [rows] first row of each row's item, both counted from 0.
-
-    A tile may begin inside an item and reach into the next ones. It then scans that item's beginning under the mask,
-    for rows that mostly do not see it, which is cheaper than a half-empty tile unless the item is longer than the
-    shared part.
-    """
-    count, tokens = len(start), cut.tokens
-    changes = np.append(np.flatnonzero(np.diff(start)) + 1, count)  # first row of each later item
-    if cut.aligned:
-        lengths = np.diff(changes, prepend=0)
-        tiles = -(-lengths // tokens)
-        within: Ints = (np.arange(int(tiles.sum())) - np.repeat(np.cumsum(tiles) - tiles, tiles)).astype(np.int32)
-        return np.repeat(changes - lengths, tiles).astype(np.int32) + within * np.int32(tokens)
-    even = np.arange(0, count, tokens, dtype=np.int32)
-    ends = np.minimum(even + tokens, count) - 1
-    if not ((start[ends] != start[even]) & (even - start[even] > shared)).any():
-        return even
-    cuts, at, begin = [], 0, 0
-    for end in changes.tolist():  # of one item after the other; a few ints at a time are faster than arrays
-        while at < end:
-            cuts.append(at)
-            at = end if end < at + tokens and at - begin > shared else at + tokens
-        begin = end
-    return np.array(cuts, np.int32)
-
-
-def _own_begin(start: Ints, begin: Ints, end: Ints, keys: int) -> Ints:
-    """Where the masked part of each tile [begin, end) begins; all counted from the request's first row.
-
-    In a tile of one item, what came before is seen by all of its rows: whole blocks of keys, so that only one block of
-    the tile is partial.
-    """
-    before = begin - start[begin]
-    whole: Ints = start[begin] + before // keys * np.int32(keys)
-    return np.where(start[begin] == start[end - 1], whole, start[begin])
-
-
-def count_blocks(shape: LaunchShape, cut: Cut) -> tuple[Ints, Ints, Ints]:
-    """[n] blocks of keys without a mask, blocks with one, and keys of each tile of a fused launch, by its lengths."""
-    counted, item = [], 0
-    for q_len, kv_len, prefix in zip(
-        shape.q_lens.tolist(), shape.kv_lens.tolist(), shape.prefix_lens.tolist(), strict=True
-    ):
-        start, shared = np.zeros(q_len, np.int32), kv_len - q_len
-        if kv_len > prefix:
-            last = item + int(np.searchsorted(np.cumsum(shape.items[item:]), q_len)) + 1
-            lengths = shape.items[item:last]
-            start, item = np.repeat(indptr(lengths)[:-1], lengths), last
-        begin = _cuts(start, cut, shared)
-        end = np.append(begin[1:], q_len)
-        own = _own_begin(start, begin, end, cut.keys)
-        full = shared // cut.keys + (own - start[begin]) // cut.keys
-        masked = int(shared % cut.keys > 0) + -(-(end - own) // cut.keys)
-        counted.append(np.stack([full, masked, shared + end - start[begin]]))
-    full, masked, keys = np.concatenate(counted, axis=1).astype(np.int32)
-    return full, masked, keys
+    return tuple(zip(rows[begins].tolist(), lengths.tolist(), strict=True))
 
 
 def _keys(tiles: Ints, runs: Ints) -> Ints:
@@ -229,9 +161,11 @@ def parts_of(keys: Ints, columns: int, shortest: int = SHORTEST_SPLIT) -> Ints:
 
 def _split(tiles: Ints, runs: Ints, keys: Ints, columns: int, shortest: int) -> tuple[Ints, Ints, Ints]:
     """Tiles with more than their share of the keys, in parts. Returns tiles, runs and merges."""
+    merges = np.zeros((0, 4), np.int32)
+    if 2 * int(keys.max()) <= 3 * shortest:  # as `parts_of` says
+        return tiles, runs, merges
     unmasked = keys - (tiles[:, OWN_END] - tiles[:, OWN])
     parts = np.where(unmasked > 0, parts_of(keys, columns, shortest), 1)
-    merges = np.zeros((0, 4), np.int32)
     if (parts == 1).all():
         return tiles, runs, merges
     made: list[Ints] = [tiles[parts == 1]]

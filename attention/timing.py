@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention.cost import PACKED_ROWS, LaunchShape, scans, shapes
+from attention.cuts import Cut, count_blocks
 from attention.decode import DecodeStrategy
 from attention.decode_timing import BUILT_IN, MOST_MS, DecodeLaw
 from attention.fields import Fields, parse
 from attention.layout import Ints
 from attention.plans import HeadShape, MaskKind, Strategy
-from attention.tiles import Cut, count_blocks, parts_of
+from attention.tiles import parts_of
 
 Reals = NDArray[np.float64]
 # What AUTO chooses among. naive and the dense masks are never fastest where they differ.

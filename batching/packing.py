@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from attention.cost import PACKED_ROWS
-from attention.layout import Ints, Layout, indptr, ranges
+from attention.layout import Ints, Layout, LayoutError, indptr, ranges
 from attention.plans import Strategy
 from batching.types import Item, PackedBatch, Reads, Scored, Share, TokenizedRequest
 
@@ -138,6 +138,8 @@ class _Rows:
         assert page_size or len(pages) == len(_pages(group)), "shared pages need the page size"
         begin, end = (0, len(prefix)) if page_size is None else (first * page_size, last * page_size)
         cached = min(max(group.cached - begin, 0), min(end, len(prefix)) - begin)
+        if cached and parent >= 0 and self._cached[parent] < self._length[parent]:
+            raise LayoutError("a segment with cached tokens continues a wholly cached parent")
         self._segment(parent, prefix[begin:end], cached, pages)
         return len(self._parent) - 1
 

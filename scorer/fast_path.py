@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from attention.fused_kernel import Blocks, DeviceTiles, Parts, fused, gather_rows, keep_rows
+from attention.fused_pass import FusedPass
 from attention.kv_pages import KvPages
 from attention.layout import Ints
-from attention.planner import plan
 from attention.plans import Pages, Strategy
-from attention.residency import Residency
-from attention.tiles import COLUMNS, SHORTEST_SPLIT, Tiles, tile
+from attention.tiles import COLUMNS, SHORTEST_SPLIT, Tiles
 from batching.types import Floats, PackedBatch, Reads
 from scorer.fused_model import FusedModel
 from scorer.garbage import uncollected
@@ -197,21 +196,17 @@ class FastPath:
 
     def _arrays(self, batch: PackedBatch, page_size: int) -> PassArrays:
         layout, pages = batch.layout, Pages(page_size, self._kept_pages, batch.pages)
-        planned = plan(layout, batch.leaf_strategies, pages)
-        found = Residency.of(layout, pages, planned)
-        assert not len(found.copy_from), "the pages of one path begin where its segments do"
-        (launch,) = planned.launches
         shortest = SHORTEST_SPLIT if layout.rows <= self._split_tokens else UNSPLIT
-        tiles = tile(launch, layout.rows, found.place, found.cached_slots, self._cut, shortest)
+        made = FusedPass.of(layout, pages, self._cut, shortest)
         labels = np.unique(batch.read_ids)
         return PassArrays(
             ids=batch.input_ids,
             positions=batch.position_ids,
             reads=batch.read_rows,
             labels=labels if len(labels) <= LABELS else labels[:0],
-            tiles=tiles,
-            keep_rows=found.store_rows,
-            keep_slots=found.store_slots,
+            tiles=made.tiles,
+            keep_rows=made.keep_rows,
+            keep_slots=made.keep_slots,
         )
 
     @torch.inference_mode()

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attention.cuts import Cut
 from attention.layout import Ints
-from attention.tiles import BEFORE, COLUMNS, OWN, OWN_END, PART, PROCESSORS, ROW, ROWS, WAVES, Cut, Tiles
+from attention.tiles import BEFORE, COLUMNS, OWN, OWN_END, PART, PROCESSORS, ROW, ROWS, WAVES, Tiles
 
 LABELS = 16  # distinct label tokens of a pass whose logits a graph computes
 SPLIT_TOKENS = 2_048  # a pass of more rows fills the machine without splitting a tile's keys

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.cost import shape_of
+from attention.cuts import Cut, count_blocks
 from attention.layout import Layout, Segment
 from attention.mask import visible
 from attention.planner import plan
@@ -23,8 +24,6 @@ from attention.tiles import (
     RUN_END,
     SLOT,
     SLOTS,
-    Cut,
-    count_blocks,
     expand,
     parts_of,
     tile,

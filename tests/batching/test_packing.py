@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.cost import PACKED_ROWS
+from attention.layout import LayoutError
 from attention.plans import Strategy
 from batching.packing import Group, alone, fold, pack, unpack
 from batching.page_pool import PagePool
@@ -86,6 +87,7 @@ def test_unpack_inverts_pack(given_groups):
 def test_every_path_spells_prefix_and_item(given_groups):
     batch = pack(given_groups)
     layout = batch.layout
+    layout.validate()
     for leaf, share in zip(layout.leaves, batch.shares, strict=True):
         path = layout.path(int(leaf))
         rows = np.concatenate([np.arange(layout.row_start[s], layout.row_start[s + 1]) for s in path])
@@ -155,8 +157,10 @@ def test_an_item_of_every_read_kind_packs():
 def test_an_item_of_a_pass_is_a_pass_of_its_own(given_groups):
     """The same ids, positions, reads and pages as within the pass; nothing of the others."""
     batch = pack(given_groups, PAGE)
+    batch.layout.validate()
     for number, share in enumerate(batch.shares):
         one = alone(batch, number)
+        one.layout.validate()
         asked = given_groups[share.request].request
         item_, whole = asked.items[share.item], np.concatenate([asked.prefix, asked.items[share.item].ids])
         path = batch.layout.path(int(batch.layout.leaves[number]))
@@ -189,6 +193,7 @@ def test_prefixes_that_begin_with_the_same_pages_share_as_far_as_all_of_them_do(
         for i in order
     ]
     batch = pack(shared, PAGE)
+    batch.layout.validate()
     assert sorted(batch.layout.length[~batch.layout.is_leaf].tolist()) == [2, 4, 4, 4, 5]
     assert sorted(kept.tolist() for kept in batch.pages if kept is not None) == [[5], [6], [7], [8], [9, 3]]
     for leaf, share in zip(batch.layout.leaves, batch.shares, strict=True):
@@ -224,6 +229,15 @@ def test_what_several_pages_keep_of_a_long_prefix_is_cached_as_far_as_it_goes():
         if kept is not None
     }
     assert found == {(5,): (4, 4), (6,): (4, 4), (7,): (4, 2), (8,): (2, 2), (9,): (1, 0)}
+
+
+def test_groups_that_disagree_on_what_their_common_pages_hold_are_refused():
+    first, second = (
+        Group(request([*range(8)], [9]), (0,), (Strategy.FUSED,), have, np.array([3, last], np.int32))
+        for have, last in ((2, 4), (8, 5))
+    )
+    with pytest.raises(LayoutError, match=r"^a segment with cached tokens continues a wholly cached parent$"):
+        pack([first, second], PAGE)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

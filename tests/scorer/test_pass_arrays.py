@@ -6,12 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.cuts import Cut
 from attention.layout import Layout, Segment
 from attention.mask import visible
 from attention.planner import plan
 from attention.plans import Pages, Strategy
 from attention.residency import Residency
-from attention.tiles import ROW, ROWS, Cut, expand, tile
+from attention.tiles import ROW, ROWS, expand, tile
 from scorer.pass_arrays import (
     LABELS,
     SPLIT_TOKENS,
