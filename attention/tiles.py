@@ -168,42 +168,47 @@ def _split(tiles: Ints, runs: Ints, keys: Ints, columns: int, shortest: int) -> 
     parts = np.where(unmasked > 0, parts_of(keys, columns, shortest), 1)
     if (parts == 1).all():
         return tiles, runs, merges
-    made: list[Ints] = [tiles[parts == 1]]
-    made_runs, run_count, part = [runs], len(runs), 0
-    merged = []
-    for one, count in zip(tiles[parts > 1], parts[parts > 1].tolist(), strict=True):
-        pieces, piece_runs = _pieces(one, runs, count, run_count, part)
-        made.append(pieces)
-        made_runs.append(piece_runs)
-        merged.append((one[ROW], one[ROWS], part, len(pieces)))
-        run_count += len(piece_runs)
-        part += len(pieces)
-    return np.concatenate(made), np.concatenate(made_runs), np.array(merged, np.int32)
+    split = tiles[parts > 1]
+    of, low, high = _dealt(unmasked[parts > 1], parts[parts > 1])
+    pieces, own = split[of], split[of, OWN]
+    first_slot, end_slot = np.minimum(low, pieces[:, SLOTS]), np.minimum(high, pieces[:, SLOTS])
+    piece_runs, counts = _piece_runs(split, runs, of, low, high)
+    run = indptr(counts) + np.int32(len(runs))
+    pieces[:, SLOT] += first_slot
+    pieces[:, SLOTS], pieces[:, RUN], pieces[:, RUN_END] = end_slot - first_slot, run[:-1], run[1:]
+    pieces[:, BEFORE], pieces[:, PART] = own, np.arange(len(of))
+    more = of[1:] == of[:-1]  # the masked keys go with the last part
+    pieces[:-1, OWN_END][more] = own[:-1][more]
+    part = indptr(np.bincount(of).astype(np.int32))
+    merges = np.column_stack([split[:, ROW], split[:, ROWS], part[:-1], np.diff(part)])
+    return np.concatenate([tiles[parts == 1], pieces]), np.concatenate([runs, piece_runs]), merges
 
 
-def _pieces(one: Ints, runs: Ints, count: int, first_run: int, first_part: int) -> tuple[Ints, Ints]:
-    """One tile in at most `count` parts of about as many keys: the unmasked keys dealt out, the masked ones with the
-    last part."""
-    before = np.array([[one[BEFORE], one[OWN] - one[BEFORE]]], np.int32)
-    stretches = np.concatenate([runs[one[RUN] : one[RUN_END]], before])
-    ends = indptr(stretches[:, 1]) + one[SLOTS]  # place of each stretch among the unmasked keys
-    unmasked = int(ends[-1])
-    bounds = np.unique(np.linspace(0, unmasked, count + 1).astype(np.int32))
-    pieces = np.tile(one, (len(bounds) - 1, 1))
-    piece_runs: list[tuple[int, int]] = []
-    for i, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
-        pieces[i, SLOT] = one[SLOT] + min(low, int(one[SLOTS]))
-        pieces[i, SLOTS] = min(high, int(one[SLOTS])) - min(low, int(one[SLOTS]))
-        pieces[i, RUN] = first_run + len(piece_runs)
-        for (row, _), begin, end in zip(stretches.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            a, b = max(low, begin), min(high, end)
-            if a < b:
-                piece_runs.append((row + a - begin, b - a))
-        pieces[i, RUN_END] = first_run + len(piece_runs)
-    pieces[:, BEFORE] = pieces[:, OWN]
-    pieces[:-1, OWN_END] = pieces[:-1, OWN]
-    pieces[:, PART] = first_part + np.arange(len(pieces))
-    return pieces, np.array(piece_runs, np.int32).reshape(-1, 2)
+def _dealt(unmasked: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
+    """(which tile, [begin, end) among its unmasked keys) of each part: about as many keys as its tile's others, and at
+    least one."""
+    of = np.repeat(np.arange(len(parts), dtype=np.int32), parts)
+    nth, each = ranges(np.zeros_like(parts), parts), (unmasked / parts)[of]
+    low, high = (nth * each).astype(np.int32), ((nth + 1) * each).astype(np.int32)
+    high[np.cumsum(parts) - 1] = unmasked
+    some = low < high
+    return of[some], low[some], high[some]
+
+
+def _piece_runs(split: Ints, runs: Ints, of: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """The runs of each part [low, high) of the unmasked keys of tile of[i], part after part, and how many each has."""
+    count = split[:, RUN_END] - split[:, RUN] + 1  # stretches of a tile: its runs, then what is before its own part
+    at = indptr(count)
+    stretches = np.zeros((int(at[-1]), 2), np.int32)
+    stretches[ranges(at[:-1], count - 1)] = runs[ranges(split[:, RUN], count - 1)]
+    stretches[at[1:] - 1, 0], stretches[at[1:] - 1, 1] = split[:, BEFORE], split[:, OWN] - split[:, BEFORE]
+    total = indptr(stretches[:, 1])
+    begin = total[:-1] + np.repeat(split[:, SLOTS] - total[at[:-1]], count)  # among the unmasked keys of its tile
+    piece, met = np.repeat(np.arange(len(of), dtype=np.int32), count[of]), ranges(at[of], count[of])
+    skipped = np.maximum(low[piece] - begin[met], 0)
+    keys = np.minimum(high[piece] - begin[met], stretches[met, 1]) - skipped
+    made, some = np.column_stack([stretches[met, 0] + skipped, keys]), keys > 0
+    return made[some], np.bincount(piece[some], minlength=len(of)).astype(np.int32)
 
 
 def expand(made: Tiles, place: Ints) -> Ints:
