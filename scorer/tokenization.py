@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class Tokenization:
     def tokenize(self, request: pb.ScoreRequest) -> Tokenized:
         """The request in ids, and a verdict on each document. Raises InvalidRequest naming every bad field."""
         bad = Violations()
-        ids = check_documents(request, self._profile, self._limits, bad)
+        given = check_documents(request, self._profile, self._limits, bad)
         check_prefix(request, self._profile, self._limits, bad)
         labels = self._labels.of_request(request.options, bad)
         check_options(request, self._profile, self._limits, bad)
@@ -114,7 +115,8 @@ class Tokenization:
         bad.check()
         asked = request.options.max_tokens_per_document
         cutting = Cutting(asked or self._limits.default_tokens_per_document, request.options.truncation)
-        reads = self._documents.read(request, cutting, self._limits.max_context_tokens - len(prefix), tail, bad)
+        room = self._limits.max_context_tokens - len(prefix)
+        reads = self._documents.read(given, request.options, cutting, room, tail, bad)
         total = len(prefix) + sum(len(read.ids) for read in reads if read.ids is not None)
         if total > self._limits.max_request_tokens:
             bad.add("documents", f"at most {self._limits.max_request_tokens} tokens in all, prefix included", total)
@@ -122,7 +124,7 @@ class Tokenization:
             most = self._limits.max_context_tokens
             bad.add("documents", f"at most {most} tokens in all, prefix included, as each is read behind others", total)
         bad.check()
-        return self._assembled(request, ids, labels, prefix, reads)
+        return self._assembled(request, given.ids, labels, prefix, reads)
 
     @property
     def item_end(self) -> int | None:
@@ -209,8 +211,10 @@ class Tokenization:
         most = self._limits.max_context_tokens
         if len(ids) >= most:
             bad.add(field[which], f"a prefix of fewer than {most} tokens, which it shares with an item", len(ids))
-        if ids.size and (highest := int(ids.max())) >= self._limits.vocabulary_size:
-            bad.add(field[which], f"token ids below the vocabulary size {self._limits.vocabulary_size}", highest)
+        size = self._limits.vocabulary_size
+        # Ids that were given have been looked at.
+        if which != "token_ids" and ids.size and (highest := int(ids.max())) >= size:
+            bad.add(field[which], f"token ids below the vocabulary size {size}", highest)
         return ids
 
     def _query_prefix_ids(self, query: pb.QueryPrefix, bad: Violations) -> Ints | None:
@@ -238,18 +242,18 @@ class Tokenization:
     def _assembled(
         self, request: pb.ScoreRequest, ids: Sequence[str], labels: tuple[Label, ...], prefix: Ints, reads: list[Read]
     ) -> Tokenized:
-        items: list[Item] = []
-        documents: list[DocumentTokens] = []
+        statuses, messages, own, targets, tokens, originals, truncated = zip(*reads, strict=True)
+        lengths = [0 if one is None else len(one) for one in own]
+        numbers = count()
+        places = [None if one is None else next(numbers) for one in own]
+        documents = tuple(map(DocumentTokens, ids, statuses, messages, lengths, tokens, originals, truncated, places))
         label_ids = ints([label.token_id for label in labels])[None]
-        last = np.array([0 if read.ids is None else len(read.ids) - 1 for read in reads], np.int32)
-        for index, (status, message, own, targets, tokens, original, truncated) in enumerate(reads):
-            item = None if own is None else len(items)
-            if own is not None:
-                items.append(_predicted(own, targets) if targets else Item(own, last[index : index + 1], label_ids))
-            length = 0 if own is None else len(own)
-            documents.append(
-                DocumentTokens(ids[index], index, status, message, length, tokens, original, truncated, item)
-            )
+        last = np.array(lengths, np.int32) - 1
+        items = [
+            _predicted(one, target) if target else Item(one, last[index : index + 1], label_ids)
+            for index, (one, target) in enumerate(zip(own, targets, strict=True))
+            if one is not None
+        ]
         listwise = self._profile.listwise
         tokenized = TokenizedRequest(
             prefix=prefix,
@@ -262,7 +266,7 @@ class Tokenization:
         )
         if listwise and tokenized.strategy is None and tokenized.tokens <= DENSE_TOKENS:
             tokenized = replace(tokenized, strategy=Strategy.CUSTOM_MASK)
-        return Tokenized(tokenized if items else None, tuple(documents), labels, len(prefix), listwise)
+        return Tokenized(tokenized if items else None, documents, labels, len(prefix), listwise)
 
     def _texts(self, query: str, document: str, instruction: str | None = None, seam: str = "") -> tuple[str, str, str]:
         """The prefix, the item up to the end of the document, and what follows; `seam` where the template has one."""
