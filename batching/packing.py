@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attention.cost import PACKED_ROWS
 from attention.layout import Ints, Layout, LayoutError, indptr, ranges
@@ -63,8 +65,9 @@ def pack(groups: Sequence[Group], page_size: int | None = None) -> PackedBatch:
     """
     rows = _Rows()
     kept: dict[int, list[int]] = {}  # groups by their first page
+    strategies = [set(group.strategies) for group in groups]
     for number, group in enumerate(groups):
-        if Strategy.NAIVE in group.strategies:
+        if Strategy.NAIVE in strategies[number]:
             for item, strategy in zip(group.items, group.strategies, strict=True):
                 single = replace(group, items=(item,), strategies=(strategy,))
                 rows.items(number, single, rows.prefix(group.request.prefix))
@@ -74,8 +77,10 @@ def pack(groups: Sequence[Group], page_size: int | None = None) -> PackedBatch:
             kept.setdefault(int(group.pages[0]), []).append(number)
     for sharing in kept.values():
         _tree(rows, groups, sharing, page_size)
-    packings = [group.packed_rows for group in groups if Strategy.PACKED_MULTI_ITEM in group.strategies]
-    return rows.batch(packings[0] if packings else PACKED_ROWS)
+    packed = (
+        group.packed_rows for group, of in zip(groups, strategies, strict=True) if Strategy.PACKED_MULTI_ITEM in of
+    )
+    return rows.batch(next(packed, PACKED_ROWS))
 
 
 def _tree(rows: _Rows, groups: Sequence[Group], sharing: list[int], page_size: int | None) -> None:
@@ -110,20 +115,21 @@ def _common(tables: Sequence[Ints]) -> int:
 
 
 class _Rows:
-    """A pass in the making."""
+    """A pass in the making: entries of segments, arrays to be joined, and whose items begin at which segment."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
         self._length: list[int] = []
         self._cached: list[int] = []
-        self._reads: list[Ints] = []
+        self._reads: list[int] = []
         self._pages: list[Ints | None] = []
-        self._ids: list[Ints] = []
-        self._read_ids: list[Ints] = []
-        self._read_counts: list[int] = []
-        self._normalize: list[bool] = []
-        self._shares: list[Share] = []
         self._strategies: list[Strategy] = []
+        self._ids: list[Ints] = []
+        self._read_offsets: list[Ints] = [NONE]
+        self._read_widths: list[Ints] = [NONE]
+        self._read_ids: list[Ints] = [NONE]
+        self._normalize: list[NDArray[np.bool_]] = []
+        self._blocks: list[tuple[int, Group, int]] = []
 
     def prefix(self, ids: Ints) -> int:
         """Adds a prefix that no page keeps and returns its segment, -1 where there is none."""
@@ -153,29 +159,27 @@ class _Rows:
     def items(self, request: int, group: Group, parent: int) -> None:
         """Adds the items of a group behind one prefix."""
         items = [group.request.items[number] for number in group.items]
-        count = len(items)
+        count, reads = len(items), [len(item.read_offsets) for item in items]
+        widths = np.repeat(np.array([item.read_ids.shape[1] for item in items], np.int32), reads)
+        self._blocks.append((request, group, len(self._parent)))
         self._parent += [parent] * count
         self._length += [len(item.ids) for item in items]
         self._cached += [0] * count
-        self._reads += [item.read_offsets for item in items]
+        self._reads += reads
         self._pages += [None] * count
-        self._ids += [item.ids for item in items]
-        self._read_ids += [item.read_ids.ravel() for item in items]
         self._strategies += group.strategies
-        first = len(self._read_counts)
-        for number, item, strategy in zip(group.items, items, group.strategies, strict=True):
-            reads, wanted = item.read_ids.shape
-            self._read_counts += [wanted] * reads
-            self._shares.append(Share(request, number, first, first + reads, strategy))
-            first += reads
-        self._normalize += [group.request.normalize] * (first - len(self._normalize))
+        self._ids += [item.ids for item in items]
+        self._read_offsets += [item.read_offsets for item in items]
+        self._read_widths.append(widths)
+        self._read_ids += [item.read_ids.ravel() for item in items]
+        self._normalize.append(np.full(len(widths), group.request.normalize, np.bool_))
 
     def _segment(self, parent: int, ids: Ints, cached: int, pages: Ints | None) -> None:
         """A part of a prefix, which nobody reads."""
         self._parent.append(parent)
         self._length.append(len(ids))
         self._cached.append(cached)
-        self._reads.append(NONE)
+        self._reads.append(0)
         self._pages.append(pages)
         self._ids.append(ids[cached:])
 
@@ -184,8 +188,8 @@ class _Rows:
             parent=np.array(self._parent, np.int32),
             length=np.array(self._length, np.int32),
             cached=np.array(self._cached, np.int32),
-            read_indptr=indptr([len(r) for r in self._reads]),
-            read_offsets=np.concatenate([NONE, *self._reads]),
+            read_indptr=indptr(np.array(self._reads, np.int32)),
+            read_offsets=np.concatenate(self._read_offsets),
         )
         return PackedBatch(
             layout=layout,
@@ -193,13 +197,22 @@ class _Rows:
             input_ids=np.concatenate(self._ids),
             position_ids=layout.position_ids,
             read_rows=layout.read_rows,
-            read_indptr=indptr(self._read_counts),
-            read_ids=np.concatenate([NONE, *self._read_ids]),
-            normalize=np.array(self._normalize, np.bool_),
-            shares=tuple(self._shares),
+            read_indptr=indptr(np.concatenate(self._read_widths)),
+            read_ids=np.concatenate(self._read_ids),
+            normalize=np.concatenate(self._normalize),
+            shares=self._shares(layout.read_indptr.tolist()),
             pages=tuple(self._pages),
             packed_rows=packed_rows,
         )
+
+    def _shares(self, bounds: list[int]) -> tuple[Share, ...]:
+        """bounds: reads before each segment."""
+        shares: list[Share] = []
+        for request, group, first in self._blocks:
+            ends = bounds[first : first + len(group.items) + 1]
+            of_items = zip(repeat(request), group.items, ends, ends[1:], group.strategies)
+            shares += map(Share._make, of_items)
+        return tuple(shares)
 
 
 def alone(batch: PackedBatch, number: int) -> PackedBatch:

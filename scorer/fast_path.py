@@ -131,7 +131,7 @@ class FastPath:
 
     def takes(self, batch: PackedBatch) -> bool:
         """Whether all of its items are to be computed this way."""
-        return all(strategy is Strategy.FUSED for strategy in batch.leaf_strategies)
+        return set(batch.leaf_strategies) == {Strategy.FUSED}
 
     def capture(self, paged: bool) -> float:
         """Captures every graph that traffic can meet and returns the seconds it took.
@@ -286,25 +286,23 @@ class FastPath:
     ) -> Callable[[], Reads]:
         count = len(arrays.reads)
         started = time.perf_counter()
-        counts = np.diff(batch.read_indptr)
-        if len(arrays.labels):
-            on_host = to_host(logits[:count])
-        else:
-            on_host = to_host(self._gathered(hidden, np.repeat(np.arange(count), counts), batch.read_ids))
+        rows: Ints = np.repeat(np.arange(count, dtype=np.int32), np.diff(batch.read_indptr))
+        few = len(arrays.labels) > 0
+        on_host = to_host(logits[:count] if few else self._gathered(hidden, rows, batch.read_ids))
         wanted = np.flatnonzero(batch.normalize).astype(np.int32)
         lse_host = to_host(self._log_sum_exp(hidden, wanted)) if len(wanted) else None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)  # finding the current one costs more than recording
+        columns = np.searchsorted(arrays.labels, batch.read_ids) if few else None  # while the device works
 
         def wait() -> Reads:
             done.synchronize()
             values: Floats = on_host.numpy()
-            if len(arrays.labels):
-                values = values[np.repeat(np.arange(count), counts), np.searchsorted(arrays.labels, batch.read_ids)]
+            chosen = values.copy() if columns is None else values[rows, columns]
             lse = np.full(count, np.nan, np.float32)
             if lse_host is not None:
                 lse[wanted] = lse_host.numpy()
-            return Reads(values.copy(), lse, plan_seconds, time.perf_counter() - started)
+            return Reads(chosen, lse, plan_seconds, time.perf_counter() - started)
 
         return wait
 

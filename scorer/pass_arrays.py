@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attention.cuts import Cut
 from attention.layout import Ints
@@ -86,11 +89,11 @@ def graph_key(arrays: PassArrays, buckets: tuple[int, ...], cut: Cut) -> GraphKe
     """The smallest graph that takes the pass, None where none does."""
     if len(arrays.tiles.slots) > CACHED_TOKENS:
         return None
-    split = arrays.tiles.parts > 0
-    for tokens in buckets:
+    split = len(arrays.tiles.merges) > 0
+    least = max(len(arrays.ids), len(arrays.keep_rows))  # a row may be kept in several pages
+    for tokens in buckets[bisect_left(buckets, least) :]:
         padding = -(-(tokens - len(arrays.ids)) // cut.tokens)
-        room = tokens >= max(len(arrays.ids), len(arrays.keep_rows))  # a row may be kept in several pages
-        if room and len(arrays.tiles.tiles) + padding <= tile_capacity(tokens, cut, split):
+        if len(arrays.tiles.tiles) + padding <= tile_capacity(tokens, cut, split):
             few = few_reads(tokens)
             return GraphKey(tokens, few if len(arrays.reads) <= few else tokens, arrays.paged, split)
     return None
@@ -133,42 +136,43 @@ def fill(arrays: PassArrays, key: GraphKey, parts: tuple[Part, ...], cut: Cut, i
 
     Padding rows see themselves alone; padding tiles have no rows; padding reads repeat the first one.
     """
-    n = len(arrays.ids)
-    padded = _padding_tiles(n, key.tokens, cut.tokens)
-    tiles = arrays.tiles.tiles
-    given = {
-        "ids": (arrays.ids, 0),
-        "positions": (arrays.positions, 0),
-        "item_start": (np.append(arrays.tiles.item_start, np.arange(n, key.tokens, dtype=np.int32)), 0),
-        "reads": (arrays.reads, int(arrays.reads[0]) if len(arrays.reads) else 0),
-        "labels": (arrays.labels, 0),
-        "tiles": (np.concatenate([tiles, padded]), 0),
-        "last_tiles": (tiles[_read(arrays)], 0),
-        "runs": (arrays.tiles.runs, 0),
-        "merges": (arrays.tiles.merges, 0),
-        "keep_rows": (arrays.keep_rows, -1),
-        "keep_slots": (arrays.keep_slots, 0),
-        "cached": (np.array([len(arrays.tiles.slots)], np.int32), 0),
-        "slots": (arrays.tiles.slots, 0),
+    n, tiles = len(arrays.ids), arrays.tiles.tiles
+    given: dict[str, tuple[Sequence[Ints], int]] = {  # one after the other, and what follows them
+        "ids": ([arrays.ids], 0),
+        "positions": ([arrays.positions], 0),
+        "item_start": ([arrays.tiles.item_start, np.arange(n, key.tokens, dtype=np.int32)], 0),
+        "reads": ([arrays.reads], int(arrays.reads[0]) if len(arrays.reads) else 0),
+        "labels": ([arrays.labels], 0),
+        "tiles": ([tiles, _padding_tiles(n, key.tokens, cut.tokens)], 0),
+        "last_tiles": ([tiles[_read(arrays)]], 0),
+        "runs": ([arrays.tiles.runs], 0),
+        "merges": ([arrays.tiles.merges], 0),
+        "keep_rows": ([arrays.keep_rows], -1),
+        "keep_slots": ([arrays.keep_slots], 0),
+        "cached": ([np.array([len(arrays.tiles.slots)], np.int32)], 0),
     }
-    for part in parts:
-        array, padding = given[part.name]
-        flat = array.ravel()
-        assert len(flat) <= part.end - part.begin, f"{part.name} has {len(flat)} ints, its graph {part.shape}"
-        into[part.begin : part.begin + len(flat)] = flat
-        if part.name != "slots":
-            into[part.begin + len(flat) : part.end] = padding
-    return parts[-1].begin + max(1, len(arrays.tiles.slots))
+    slots = parts[-1]
+    for part in parts[:-1]:
+        filled, padding = given[part.name]
+        into[_put(filled, part, into) : part.end] = padding
+    return max(slots.begin + 1, _put([arrays.tiles.slots], slots, into))
 
 
-def _read(arrays: PassArrays) -> Ints:
-    """Indices of the tiles that hold a row that is read; of a split tile, all parts."""
-    tiles = arrays.tiles.tiles
-    before = np.zeros(len(arrays.ids) + 1, np.int32)
-    np.add.at(before, arrays.reads + 1, 1)
-    before = np.cumsum(before)
-    wanted = before[tiles[:, ROW] + tiles[:, ROWS]] > before[tiles[:, ROW]]
-    return np.flatnonzero(wanted).astype(np.int32)
+def _put(filled: Sequence[Ints], part: Part, into: Ints) -> int:
+    """Writes arrays one after the other and returns where they end."""
+    end = part.begin
+    for array in filled:
+        begin, end = end, end + array.size
+        assert end <= part.end, f"{part.name} has {end - part.begin} ints, its graph {part.shape}"
+        into[begin:end] = array.ravel()
+    return end
+
+
+def _read(arrays: PassArrays) -> NDArray[np.bool_]:
+    """Which tiles hold a row that is read; of a split tile, all parts."""
+    first, rows, reads = arrays.tiles.tiles[:, ROW], arrays.tiles.tiles[:, ROWS], np.sort(arrays.reads)
+    wanted: NDArray[np.bool_] = np.searchsorted(reads, first + rows) > np.searchsorted(reads, first)
+    return wanted
 
 
 def _padding_tiles(first: int, tokens: int, tile_tokens: int) -> Ints:
