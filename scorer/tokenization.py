@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attention.plans import Strategy
 from batching.select import DENSE_TOKENS
-from batching.types import Ints, Item, TokenizedRequest
+from batching.types import NONE, Ints, Item, Items, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import body_of
 from scorer.config import Limits
@@ -247,17 +247,12 @@ class Tokenization:
         numbers = count()
         places = [None if one is None else next(numbers) for one in own]
         documents = tuple(map(DocumentTokens, ids, statuses, messages, lengths, tokens, originals, truncated, places))
-        label_ids = ints([label.token_id for label in labels])[None]
-        last = np.array(lengths, np.int32) - 1
-        items = [
-            _predicted(one, target) if target else Item(one, last[index : index + 1], label_ids)
-            for index, (one, target) in enumerate(zip(own, targets, strict=True))
-            if one is not None
-        ]
+        label_ids = ints([label.token_id for label in labels])
+        items = _items([(one, target) for one, target in zip(own, targets, strict=True) if one is not None], label_ids)
         listwise = self._profile.listwise
         tokenized = TokenizedRequest(
             prefix=prefix,
-            items=(_chained(items),) if listwise and items else tuple(items),
+            items=_chained(items) if listwise and items else items,
             normalize=self._profile.kind == "query_likelihood" or request.options.outputs.vocabulary_probabilities,
             strategy=_STRATEGIES[request.options.strategy],
             tenant=request.tenant,
@@ -305,16 +300,33 @@ class Tokenization:
             )
 
 
+def _items(given: Sequence[tuple[Ints, int]], label_ids: Ints) -> Items:
+    """Of ids and the number of their targets. Without targets an item is read at its end, for the labels."""
+    if any(targets for _, targets in given):
+        return Items.of(_predicted(ids, targets) if targets else _labelled(ids, label_ids) for ids, targets in given)
+    lengths = ints([len(ids) for ids, _ in given])
+    return Items.read_at_end(np.concatenate([NONE, *[ids for ids, _ in given]]), lengths, label_ids)
+
+
+def _labelled(ids: Ints, label_ids: Ints) -> Item:
+    return Item(ids, ints([len(ids) - 1]), label_ids[None])
+
+
 def _predicted(ids: Ints, targets: int) -> Item:
     """Reads each target token at its predecessor."""
     return Item(ids, np.arange(len(ids) - targets - 1, len(ids) - 1, dtype=np.int32), ids[len(ids) - targets :, None])
 
 
-def _chained(items: Sequence[Item]) -> Item:
+def _chained(items: Items) -> Items:
     """All of them as one: each sees those before it, and is read where it ends."""
-    ends = np.cumsum([len(item.ids) for item in items]) - 1
-    read_ids = np.concatenate([item.read_ids for item in items])
-    return Item(np.concatenate([item.ids for item in items]), ends.astype(np.int32), read_ids)
+    return Items(
+        items.ids,
+        ints([len(items.ids)]),
+        ints([len(items)]),
+        np.cumsum(items.lengths, dtype=np.int32) - np.int32(1),
+        items.widths,
+        items.read_ids,
+    )
 
 
 def _instruction(query: pb.QueryPrefix) -> str | None:
