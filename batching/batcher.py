@@ -201,16 +201,15 @@ class Batcher:
     def _accept(self, request: TokenizedRequest, chain: Chain, deadline: float | None) -> Job:
         self._refuse_closed()
         items, places = fold(request.items)
-        distinct = replace(request, items=items)
-        lengths = tuple(len(item.ids) for item in items)
+        distinct = request if items is request.items else replace(request, items=items)
         cached = self.cache.hit(chain)
         choice = choose(distinct, items, self.policy, cached)
         done: asyncio.Future[RequestScores] = asyncio.get_running_loop().create_future()
         now = self._clock()
         self._refuse_late(deadline, now)
         ticket = Ticket(request.tenant, request.priority, now, deadline, request.partial_ok)
-        job = Job(distinct, lengths, places, choice, chain, ticket, done)
-        ticket.work = Work.of(len(request.prefix), cached, lengths, job.naive)
+        job = Job(distinct, items.lengths.tolist(), places, choice, chain, ticket, done)
+        ticket.work = Work.sums(len(request.prefix), cached, len(items), len(items.ids), items.squares, job.naive)
         self._window.arrived(now)
         try:
             self._scheduler.admit(ticket, list(self._jobs), self.passes.end(now), now)
@@ -336,12 +335,11 @@ class Batcher:
                 except Expired as error:
                     self._fail(job, error)
 
-    def hand_out(self, parts: Sequence[Part], scored: Mapping[tuple[int, int], Scored]) -> None:
-        """A pass ended. scored: by (part, item)."""
+    def hand_out(self, parts: Sequence[Part], scored: Mapping[int, Sequence[Scored]]) -> None:
+        """A pass ended. scored: of each part's items, by its number."""
         for number, part in enumerate(parts):
-            for item in part.group.items:
-                for job in self._in_flight.scored(part.job.wanted[item], scored[number, item]):
-                    self._end(job, job.answer(self._clock()))
+            for job in self._in_flight.scored(part.job, part.group.items, scored[number]):
+                self._end(job, job.answer(self._clock()))
         self._drop_left(parts)
 
     def fail(self, parts: Sequence[Part], error: BaseException) -> None:

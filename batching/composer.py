@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from attention.plans import DENSE, Strategy
 from batching.job import Job
@@ -70,12 +69,12 @@ class Composer:
 
     def _part(self, job: Job, budget: Budget, now: float) -> Part | None:
         prefix = len(job.request.prefix)
-        items = list(islice(job.open_items(), budget.items))
-        count = budget.take(prefix - self.cached(job), [job.lengths[item] for item in items], job.naive)
+        items = job.open_items()[: budget.items]
+        lengths = job.lengths if len(items) == len(job.lengths) else [job.lengths[item] for item in items]
+        count = budget.take(prefix - self.cached(job), lengths, job.naive)
         if not count:
             return None
-        for item in items[:count]:
-            job.wanted[item].taken = True
+        job.take(items[:count])
         return self._leased(job, tuple(items[:count]), now)
 
     def _leased(self, job: Job, items: tuple[int, ...], now: float) -> Part:
@@ -111,8 +110,7 @@ class Composer:
         if not sound:
             self.cache.withdraw(leases)
         for part in parts:
-            for item in part.group.items:
-                part.job.wanted[item].taken = False
+            part.job.put_back(part.group.items)
             if part.job.lease is not None:
                 if sound:
                     self.cache.commit(part.job.lease)

@@ -11,12 +11,12 @@ from batching.batcher import Batcher
 from batching.errors import QueueFull
 from batching.runs import Lease
 from batching.scheduler import Asked
-from batching.types import Ints, Item, RequestScores, TokenizedRequest
+from batching.types import Ints, Item, Items, RequestScores, TokenizedRequest
 
 HOLD_TRIES = 3  # others may take the pages of a prefix in the moment between its pass and its use
 
 # A pass has items: behind a prefix that is computed for later stands this one.
-PROBE = Item(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32))
+PROBE = Items.of([Item(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros((1, 1), np.int32))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ async def warm(batcher: Batcher, prefix: Ints, tenant: str, keep: float, deadlin
 
     Raises as Batcher.submit does.
     """
-    request = TokenizedRequest(prefix, (PROBE,), tenant=tenant)
+    request = TokenizedRequest(prefix, PROBE, tenant=tenant)
     cache, chain = batcher.cache, batcher.chain(request)
     cached = cache.hit(chain)
     if cached < len(prefix):
@@ -68,7 +68,7 @@ async def hold(
 
     Raises as Batcher.submit does, and QueueFull where the pages are in use by others.
     """
-    request = TokenizedRequest(prefix, (PROBE,), tenant=asked.tenant, priority=asked.priority)
+    request = TokenizedRequest(prefix, PROBE, tenant=asked.tenant, priority=asked.priority)
     cache, chain = batcher.cache, batcher.chain(request)
     cached, scores = cache.hit(chain), None
     for _ in range(HOLD_TRIES):

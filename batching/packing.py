@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from attention.cost import PACKED_ROWS
 from attention.layout import Ints, Layout, LayoutError, indptr, ranges
 from attention.plans import Strategy
-from batching.types import Item, PackedBatch, Reads, Scored, Share, TokenizedRequest
-
-NONE = np.zeros(0, np.int32)
+from batching.types import NONE, Items, PackedBatch, Reads, Scored, Share, TokenizedRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,18 +42,13 @@ class Group:
         assert len(naive) == 1, "a naive item has a prefix of its own: naive goes for all items of a request or none"
 
 
-def fold(items: Sequence[Item]) -> tuple[tuple[Item, ...], Ints]:
+def fold(items: Items) -> tuple[Items, Ints]:
     """Each distinct item once, and for every item given the place of its equal: equal documents get equal bits."""
     places: dict[bytes, int] = {}
-    unique: list[Item] = []
-    index = np.empty(len(items), np.int32)
-    for i, item in enumerate(items):
-        key = item.key()
-        if key not in places:
-            places[key] = len(unique)
-            unique.append(item)
-        index[i] = places[key]
-    return tuple(unique), index
+    index = np.array([places.setdefault(key, len(places)) for key in items.keys], np.int32)
+    if len(places) == len(items):
+        return items, index
+    return items.take(np.unique(index, return_index=True)[1].tolist()), index
 
 
 def pack(groups: Sequence[Group], page_size: int | None = None) -> PackedBatch:
@@ -158,21 +151,20 @@ class _Rows:
 
     def items(self, request: int, group: Group, parent: int) -> None:
         """Adds the items of a group behind one prefix."""
-        items = [group.request.items[number] for number in group.items]
-        count, reads = len(items), [len(item.read_offsets) for item in items]
-        widths = np.repeat(np.array([item.read_ids.shape[1] for item in items], np.int32), reads)
+        items = group.request.items.take(group.items)
+        count = len(items)
         self._blocks.append((request, group, len(self._parent)))
         self._parent += [parent] * count
-        self._length += [len(item.ids) for item in items]
+        self._length += items.lengths.tolist()
         self._cached += [0] * count
-        self._reads += reads
+        self._reads += items.reads.tolist()
         self._pages += [None] * count
         self._strategies += group.strategies
-        self._ids += [item.ids for item in items]
-        self._read_offsets += [item.read_offsets for item in items]
-        self._read_widths.append(widths)
-        self._read_ids += [item.read_ids.ravel() for item in items]
-        self._normalize.append(np.full(len(widths), group.request.normalize, np.bool_))
+        self._ids.append(items.ids)
+        self._read_offsets.append(items.read_offsets)
+        self._read_widths.append(items.widths)
+        self._read_ids.append(items.read_ids)
+        self._normalize.append(np.full(len(items.widths), group.request.normalize, np.bool_))
 
     def _segment(self, parent: int, ids: Ints, cached: int, pages: Ints | None) -> None:
         """A part of a prefix, which nobody reads."""
@@ -244,12 +236,27 @@ def alone(batch: PackedBatch, number: int) -> PackedBatch:
     )
 
 
-def unpack(batch: PackedBatch, reads: Reads) -> dict[tuple[int, int], Scored]:
-    """The reads by (group, item)."""
+def unpack(batch: PackedBatch, reads: Reads) -> dict[int, list[Scored]]:
+    """Of each group what was read of its items, in its order."""
+    found: dict[int, list[Scored]] = {}
+    for share, scored in zip(batch.shares, _scored(batch, reads), strict=True):
+        found.setdefault(share.request, []).append(scored)
+    return found
+
+
+def _scored(batch: PackedBatch, reads: Reads) -> Iterator[Scored]:
+    """Of each share."""
+    count, widths = len(batch.shares), np.diff(batch.read_indptr)
+    once = [share.first for share in batch.shares] == list(range(len(widths)))
+    if once and not batch.normalize.any() and (widths == widths[0]).all():
+        return map(Scored, reads.logits.reshape(count, 1, -1), repeat(None), batch.leaf_strategies)
+    return _scored_apart(batch, reads)
+
+
+def _scored_apart(batch: PackedBatch, reads: Reads) -> Iterator[Scored]:
+    """The same where items are read more than once, or differently."""
     begins, normalize = batch.read_indptr.tolist(), batch.normalize.tolist()
-    scored = {}
-    for request, item, first, last, strategy in batch.shares:
+    for _, _, first, last, strategy in batch.shares:
         logits = reads.logits[begins[first] : begins[last]].reshape(last - first, -1 if last > first else 0)
         normalized = last > first and normalize[first]  # all reads of an item alike
-        scored[request, item] = Scored(logits, reads.lse[first:last] if normalized else None, strategy)
-    return scored
+        yield Scored(logits, reads.lse[first:last] if normalized else None, strategy)

@@ -30,8 +30,8 @@ class Requests(Protocol):
 
     observer: Observer
 
-    def hand_out(self, parts: Sequence[Part], scored: Mapping[tuple[int, int], Scored]) -> None:
-        """A pass ended. scored: by (part, item)."""
+    def hand_out(self, parts: Sequence[Part], scored: Mapping[int, Sequence[Scored]]) -> None:
+        """A pass ended. scored: of each part's items, by its number."""
 
     def fail(self, parts: Sequence[Part], error: BaseException) -> None:
         """A pass failed."""

@@ -11,7 +11,7 @@ import numpy as np
 from attention.cost import PACKED_ROWS
 from attention.plans import DENSE, ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, Strategy
 from attention.timing import CANDIDATES, TimeModel
-from batching.types import Item, TokenizedRequest
+from batching.types import Ints, Items, TokenizedRequest
 
 DENSE_TOKENS = 4096  # of a request under a dense mask, whose memory grows with their square
 
@@ -78,49 +78,48 @@ class Choice:
     packed_rows: int = PACKED_ROWS
 
 
-def choose(request: TokenizedRequest, items: Sequence[Item], policy: Policy, cached: int = 0) -> Choice:
+def choose(request: TokenizedRequest, items: Items, policy: Policy, cached: int = 0) -> Choice:
     """The strategy of each item. cached: prefix tokens whose K/V exists already.
 
     Raises StrategyError where the request asks for one that cannot be.
     """
-    prefix, window = len(request.prefix), policy.window
+    prefix, window, longest = len(request.prefix), policy.window, int(items.lengths.max())
     if request.strategy is not None:
         if isinstance(policy, Replayed) and policy.only and request.strategy is not Strategy.FUSED:
             raise StrategyError(f"the service is invariant, and {request.strategy} would give other bits: fused")
-        if request.strategy in DENSE and (tokens := prefix + sum(len(item.ids) for item in items)) > DENSE_TOKENS:
+        if request.strategy in DENSE and (tokens := prefix + len(items.ids)) > DENSE_TOKENS:
             raise StrategyError(f"{request.strategy} takes requests of up to {DENSE_TOKENS} tokens, got {tokens}")
-        refuse(request.strategy, prefix, max(len(item.ids) for item in items), window)
+        refuse(request.strategy, prefix, longest, window)
         return Choice((request.strategy,) * len(items), f"asked for: {request.strategy}")
     if isinstance(policy, Replayed):
-        if (longest := max(len(item.ids) for item in items)) <= MAX_ITEM_TOKENS:
+        if longest <= MAX_ITEM_TOKENS:
             return Choice((Strategy.FUSED,) * len(items), "replayed from a CUDA graph")
         if policy.only:
             raise StrategyError(f"the service is invariant up to items of {MAX_ITEM_TOKENS} tokens, got {longest}")
         return Choice((Strategy.DIRECT_RAGGED,) * len(items), f"an item of {longest} tokens")
     if isinstance(policy, Measured):
-        return _by_time(prefix, cached, items, policy)
-    chosen, why = zip(*(_by_length(prefix, item, policy) for item in items), strict=True)
+        return _by_time(prefix, cached, items.lengths, policy)
+    chosen, why = zip(*(_by_length(prefix, length, policy) for length in items.lengths.tolist()), strict=True)
     counts = Counter(zip(chosen, why, strict=True))
     return Choice(tuple(chosen), "; ".join(f"{n} of {len(items)} {told}: {s}" for (s, told), n in counts.items()))
 
 
-def _by_length(prefix: int, item: Item, policy: Threshold) -> tuple[Strategy, str]:
+def _by_length(prefix: int, length: int, policy: Threshold) -> tuple[Strategy, str]:
     limit = min(policy.multi_item_max_tokens, MAX_ITEM_TOKENS)
-    if len(item.ids) > limit:
+    if length > limit:
         return Strategy.DIRECT_RAGGED, f"longer than {limit} tokens"
-    if policy.window is not None and prefix + len(item.ids) > policy.window:
+    if policy.window is not None and prefix + length > policy.window:
         return Strategy.DIRECT_RAGGED, f"past the model's sliding window of {policy.window} tokens"
     return Strategy.MULTI_ITEM, f"of at most {limit} tokens"
 
 
-def _by_time(prefix: int, cached: int, items: Sequence[Item], policy: Measured) -> Choice:
-    lengths = np.array([len(item.ids) for item in items], np.int32)
+def _by_time(prefix: int, cached: int, lengths: Ints, policy: Measured) -> Choice:
     ranked = policy.model.ranked(prefix, cached, lengths, _possible(prefix, int(lengths.max()), policy.window))
     best = ranked[0]
     reason = f"measured on {policy.model.machine.name}: {best.strategy} {best.milliseconds:.3f} ms a layer"
     if len(ranked) > 1:
         reason += f", next {ranked[1].strategy} {ranked[1].milliseconds:.3f}"
-    return Choice((best.strategy,) * len(items), reason, best.packed_rows)
+    return Choice((best.strategy,) * len(lengths), reason, best.packed_rows)
 
 
 def _possible(prefix: int, longest: int, window: int | None) -> list[Strategy]:
@@ -167,6 +166,9 @@ class Budget:
 
         prefix_each: every item computes the prefix for itself (naive).
         """
+        tokens = sum(items) + prefix * (len(items) if prefix_each else 1)
+        if items and tokens <= self.tokens and len(items) <= self.items:  # as most requests do
+            return self._taken(len(items), tokens)
         each = prefix if prefix_each else 0
         ends = np.cumsum(np.array(items, np.int64) + each) + (0 if prefix_each else prefix)
         count = int(np.searchsorted(ends, self.tokens, side="right"))
@@ -174,7 +176,10 @@ class Budget:
         together = len(items) and ends[-1] <= self._whole and count < len(items)
         if not count or (together and self._any):
             return 0
-        self.tokens -= int(ends[count - 1])
+        return self._taken(count, int(ends[count - 1]))
+
+    def _taken(self, count: int, tokens: int) -> int:
+        self.tokens -= tokens
         self.items -= count
         self._any = True
         return count

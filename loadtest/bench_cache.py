@@ -16,7 +16,7 @@ import numpy as np
 from batching.batcher import Batcher, BatcherLimits, Scheduling
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
-from batching.types import Ints, Item, RequestScores, TokenizedRequest
+from batching.types import Ints, Item, Items, RequestScores, TokenizedRequest
 from loadtest.shapes import Shape
 from scorer.config import Config
 from scorer.runtime import Runtime
@@ -60,7 +60,7 @@ class Requests:
     def _behind(self, prefix: Ints) -> TokenizedRequest:
         _, length, items = self._shape
         last, labels = np.array([length - 1], np.int32), np.array([[1, 2]], np.int32)
-        return TokenizedRequest(prefix, tuple(Item(ids, last, labels) for ids in self._ids(items, length)))
+        return TokenizedRequest(prefix, Items.of(Item(ids, last, labels) for ids in self._ids(items, length)))
 
     def new(self) -> Asked:
         """Prefixes that never were before."""

@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from attention.plans import Strategy
-from batching.types import Ints, Item, TokenizedRequest
+from batching.types import Ints, Item, Items, TokenizedRequest
 from scorer.config import Config
 from scorer.console import plain_console
 from scorer.runtime import Runtime
@@ -63,7 +63,7 @@ def request(vocabulary: int, prefix: int, length: int, documents: int, labels: I
         return rng.integers(0, vocabulary, n).astype(np.int32)
 
     items = (Item(ids(length), np.array([length - 1], np.int32), labels) for _ in range(documents))
-    return TokenizedRequest(ids(prefix), tuple(items))
+    return TokenizedRequest(ids(prefix), Items.of(items))
 
 
 def _measure(runtime: Runtime, shape: tuple[int, int, int]) -> Row:

@@ -229,7 +229,7 @@ async def _grid(
 def _request(runtime: Runtime, tokens: int) -> TokenizedRequest:
     vocabulary = min(runtime.limits.vocabulary_size, 1_000)
     ids = np.random.default_rng(tokens).integers(0, vocabulary, tokens).astype(np.int32)
-    return TokenizedRequest(ids, (PROBE,))
+    return TokenizedRequest(ids, PROBE)
 
 
 def _line(row: Row) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from batching.types import Item, TokenizedRequest
+from batching.types import Item, Items, TokenizedRequest
 from scorer.model import ATTENTION_NAME, ScoringModel
 
 # (prefix tokens, tokens of an item, items)
@@ -98,4 +98,4 @@ def request(shape: Shape, seed: int) -> TokenizedRequest:
     ids = rng.integers(0, VOCABULARY - 1000, prefix + items * length).astype(np.int32)
     last = np.array([length - 1], np.int32)
     parts = np.split(ids[prefix:], items)
-    return TokenizedRequest(ids[:prefix], tuple(Item(part, last, LABELS) for part in parts))
+    return TokenizedRequest(ids[:prefix], Items.of(Item(part, last, LABELS) for part in parts))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batching.types import Item, TokenizedRequest
+from batching.types import Item, Items, TokenizedRequest
 
 READ, LABELS = np.zeros(1, np.int32), np.array([[1, 2]], np.int32)
 
@@ -106,7 +106,7 @@ def request_of(call: Call, number: int) -> TokenizedRequest:
     own = 1000 + call.prefix_id * 50 + list(PROFILES).index(profile.name)
     shared = min(profile.template, profile.prefix)
     prefix = np.concatenate([np.arange(shared), np.full(profile.prefix - shared, own)]).astype(np.int32)
-    items = tuple(
+    items = Items.of(
         Item(np.full(n, number * 2048 + i, np.int32), READ + np.int32(n - 1), LABELS)
         for i, n in enumerate(call.documents)
     )

@@ -66,7 +66,7 @@ async def drift(sample: Sample, submit: Submit, kind: Kind) -> float:
     """
     worst = 0.0
     for item, before in zip(sample.items, sample.scored, strict=True):
-        items = (sample.request.items[item],)
+        items = sample.request.items.take((item,))
         alone = replace(sample.request, items=items, strategy=Strategy.NAIVE, priority=LOW, partial_ok=False)
         (again,) = (await submit(alone, None)).scored
         assert again is not None, "without partial_ok every item is scored"

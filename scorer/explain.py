@@ -15,7 +15,7 @@ from attention.cost import PACKED_ROWS, cost, shapes
 from attention.plans import Strategy
 from attention.timing import CANDIDATES, MEASURED_PREFIX, MEASURED_TOKENS, TimeModel
 from batching.select import Measured, StrategyError, Threshold, choose
-from batching.types import Item, TokenizedRequest
+from batching.types import Item, Items, TokenizedRequest
 from scorer.errors import ConfigError
 from scorer.explain_table import show, whose
 from scorer.lengths import MOST_TILE, MOST_TOKENS, Lengths, between, lengths_of, read_lengths
@@ -78,7 +78,7 @@ def _request(lengths: Lengths, strategy: Strategy | None = None) -> TokenizedReq
     """Of tokens that are all the same."""
     tokens = np.zeros(max(lengths.prefix, int(lengths.items.max())), np.int32)
     items = (Item(tokens[:n], np.zeros(0, np.int32), np.zeros((0, 1), np.int32)) for n in lengths.items)
-    return TokenizedRequest(tokens[: lengths.prefix], tuple(items), strategy=strategy)
+    return TokenizedRequest(tokens[: lengths.prefix], Items.of(items), strategy=strategy)
 
 
 def _refused(lengths: Lengths, policy: Measured | Threshold) -> dict[Strategy, str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from batching.types import Scored
 
@@ -43,6 +46,22 @@ def verdict(scored: Scored, kind: Kind) -> Verdict:
     if kind == "query_likelihood":
         return _query_likelihood(logits, lse)
     return _label_logits(logits, lse, kind == "classification")
+
+
+def all_log_odds(scored: Sequence[Scored | None], kind: Kind) -> list[float] | None:
+    """The log-odds of many items, as `verdict` gives them one by one. None unless all of them have theirs: each was
+    scored by two labels or one class, without normalisation, and is finite."""
+    if kind == "query_likelihood":
+        return None
+    logits = [one.logits for one in scored if one is not None and one.lse is None]
+    shapes = {read.shape for read in logits}
+    if len(logits) < len(scored) or shapes not in ({(1, 2)}, {(1, 1)} if kind == "classification" else set()):
+        return None
+    rows = np.concatenate(logits).astype(np.float64)  # as Python's own floats are
+    if not np.isfinite(rows).all():
+        return None
+    odds: list[float] = (rows[:, 0] - rows[:, 1] if rows.shape[1] == 2 else rows[:, 0]).tolist()
+    return odds
 
 
 def reads_apart(scored: Scored) -> list[Scored]:

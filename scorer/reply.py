@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attention.plans import Strategy
 from batching.types import RequestScores, Scored
 from prefixrank.v1 import scorer_pb2 as pb
-from scorer.heads import Kind, Verdict, reads_apart, verdict
+from scorer.heads import Kind, Verdict, all_log_odds, reads_apart, sigmoid, verdict
 from scorer.tokenized import DocumentTokens, Label, Status, Tokenized
 
 if TYPE_CHECKING:
@@ -23,19 +23,47 @@ STRATEGIES = {strategy: pb.Strategy.Value(f"STRATEGY_{strategy.name}") for strat
 
 def document_results(
     request: pb.ScoreRequest, tokenized: Tokenized, scores: RequestScores | None, kind: Kind
-) -> list[pb.DocumentResult]:
-    """One result a document, in the request's order."""
-    score_kind, outputs = _score_kind(kind, tokenized.labels), request.options.outputs
+) -> pb.ScoreResponse:
+    """A response with one result a document, in the request's order, and nothing else yet: results that are made where
+    they stand are not copied."""
+    response, outputs = pb.ScoreResponse(), request.options.outputs
     wanted = outputs.label_logits, outputs.vocabulary_probabilities
-    results = []
-    for document in tokenized.documents:
+    documents, score_kind = tokenized.documents, _score_kind(kind, tokenized.labels)
+    scored = () if scores is None or any(wanted) else scores.scored
+    if len(scored) == len(documents) and (odds := all_log_odds(scored, kind)) is not None:
+        _fill(response, documents, scored, score_kind, odds)
+        return response
+    for index, document in enumerate(documents):
         if scores is None or document.item is None:
-            results.append(_result(document, STATUSES[document.status], document.message))
-        elif (scored := scores.scored[document.item]) is None:
-            results.append(_result(document, pb.DOCUMENT_STATUS_DEADLINE, "the deadline came before its turn"))
+            told = _told(document, STATUSES[document.status], document.message)
+        elif (one := scores.scored[document.item]) is None:
+            told = _told(document, pb.DOCUMENT_STATUS_DEADLINE, "the deadline came before its turn")
         else:
-            results.append(_scored(document, scored, score_kind, verdict(scored, kind), tokenized.labels, wanted))
-    return results
+            told = _scored(document, one, score_kind, verdict(one, kind), tokenized.labels, wanted)
+        response.results.add(index=index, **told)
+    return response
+
+
+def _fill(
+    response: pb.ScoreResponse,
+    documents: Sequence[DocumentTokens],
+    scored: Sequence[Scored | None],
+    score_kind: pb.ScoreKind.ValueType,
+    odds: Sequence[float],
+) -> None:
+    """The results where every document has its log-odds. What most have in common is copied within the library."""
+    common = pb.DocumentResult(status=pb.DOCUMENT_STATUS_OK, score_kind=score_kind)
+    response.results.extend([common] * len(documents))
+    numbered = enumerate(zip(response.results, documents, scored, odds, strict=True))
+    for index, (result, document, one, score) in numbered:
+        assert one is not None, "it has log-odds"
+        result.index = index
+        result.id, _, _, result.tokens, result.document_tokens, result.original_document_tokens, truncated, _ = document
+        result.score = result.log_odds = score
+        result.probability = sigmoid(score)
+        result.strategy = STRATEGIES[one.strategy]
+        if truncated:
+            result.truncated = True
 
 
 def per_document(tokenized: Tokenized, scores: RequestScores) -> RequestScores:
@@ -47,21 +75,18 @@ def per_document(tokenized: Tokenized, scores: RequestScores) -> RequestScores:
     return replace(scores, scored=(None,) * count if whole is None else tuple(reads_apart(whole)), reason=reason)
 
 
-def _result(
-    document: DocumentTokens, status: pb.DocumentStatus.ValueType, message: str, **more: Any
-) -> pb.DocumentResult:
-    """more: fields of a scored document, set in the one call that makes it."""
-    return pb.DocumentResult(
-        id=document.id,
-        index=document.index,
-        status=status,
-        message=message,
-        tokens=document.tokens,
-        document_tokens=document.document_tokens,
-        original_document_tokens=document.original_document_tokens,
-        truncated=document.truncated,
+def _told(document: DocumentTokens, status: pb.DocumentStatus.ValueType, message: str, **more: Any) -> dict[str, Any]:
+    """The fields of a result. more: of a scored document."""
+    return {
+        "id": document.id,
+        "status": status,
+        "message": message,
+        "tokens": document.tokens,
+        "document_tokens": document.document_tokens,
+        "original_document_tokens": document.original_document_tokens,
+        "truncated": document.truncated,
         **more,
-    )
+    }
 
 
 def _scored(
@@ -71,13 +96,13 @@ def _scored(
     given: Verdict,
     labels: Sequence[Label],
     outputs: tuple[bool, bool],
-) -> pb.DocumentResult:
+) -> dict[str, Any]:
     """outputs: whether label logits, and whether probabilities over the vocabulary, were asked for."""
     if not given.finite:
         told = "the model gave NaN or infinity for this document"
-        return _result(document, pb.DOCUMENT_STATUS_NUMERIC_ERROR, told, strategy=STRATEGIES[scored.strategy])
+        return _told(document, pb.DOCUMENT_STATUS_NUMERIC_ERROR, told, strategy=STRATEGIES[scored.strategy])
     assert given.score is not None, "a finite verdict has a score"
-    result = _result(
+    return _told(
         document,
         STATUSES[document.status],
         document.message,
@@ -86,10 +111,8 @@ def _scored(
         score_kind=score_kind,
         log_odds=given.log_odds,  # None leaves a field out
         probability=given.probability,
+        label_logits=_label_scores(given, labels, outputs[1]) if any(outputs) else (),
     )
-    if outputs[0] or outputs[1]:
-        result.label_logits.extend(_label_scores(given, labels, outputs[1]))
-    return result
 
 
 def _label_scores(given: Verdict, labels: Sequence[Label], vocabulary: bool) -> Iterable[pb.LabelScore]:
@@ -103,17 +126,16 @@ def score_response(
     runtime: Runtime,
     tokenized: Tokenized,
     scores: RequestScores | None,
-    results: Sequence[pb.DocumentResult],
+    whole: pb.ScoreResponse,
 ) -> pb.ScoreResponse:
-    """The reply but for its own timings."""
-    response = pb.ScoreResponse(
-        request_id=request.request_id,
-        results=_best(results, request.options.top_n) if request.options.top_n else results,
-        usage=_usage(tokenized, scores, results),
-        model=runtime.info.model,
-        profile=runtime.profile.name,
-        profile_revision=runtime.info.profile_revision,
-    )
+    """The reply but for its own timings. whole: with the results of all documents; it becomes the reply, unless the
+    caller wants the best alone."""
+    top_n, results = request.options.top_n, whole.results
+    response = pb.ScoreResponse(results=_best(results, top_n)) if top_n else whole
+    response.request_id = request.request_id
+    response.usage.CopyFrom(_usage(tokenized, scores, results))
+    response.model, response.profile = runtime.info.model, runtime.profile.name
+    response.profile_revision = runtime.info.profile_revision
     if scores is None:
         response.strategy.reason = "no document could be scored"
         return response

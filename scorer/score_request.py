@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from batching.errors import Expired
@@ -33,7 +34,7 @@ class Answered(NamedTuple):
     """results: of all documents, also where the response keeps the best. scores: None where none could be scored."""
 
     response: pb.ScoreResponse
-    results: list[pb.DocumentResult]
+    results: Sequence[pb.DocumentResult]
     request: TokenizedRequest | None
     scores: RequestScores | None
 
@@ -63,11 +64,11 @@ async def score_request(
     submit = runtime.batcher.submit if entrance is None else entrance.submit
     scores = None if tokenized.request is None else await _submit(submit, tokenized.request, deadline)
     by_document = None if scores is None else per_document(tokenized, scores)
-    results = document_results(request, tokenized, by_document, runtime.profile.kind)
-    response = score_response(request, runtime, tokenized, by_document, results)
+    whole = document_results(request, tokenized, by_document, runtime.profile.kind)
+    response = score_response(request, runtime, tokenized, by_document, whole)
     response.timings.tokenize_seconds = tokenize_seconds
     response.timings.total_seconds = time.perf_counter() - started
-    return Answered(response, results, tokenized.request, scores)
+    return Answered(response, whole.results, tokenized.request, scores)
 
 
 async def _on_thread(

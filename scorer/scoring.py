@@ -87,8 +87,8 @@ def _one_at_a_time(runtime: Runtime, request: pb.ScoreRequest) -> pb.ScoreRespon
     scored = [] if tokenized.request is None else alone_all(runtime.engine.model, tokenized.request)
     if tokenized.listwise:
         scored = [read for item in scored for read in reads_apart(item)]
-    for document in tokenized.documents:
-        result = response.results.add(id=document.id, index=document.index)
+    for index, document in enumerate(tokenized.documents):
+        result = response.results.add(id=document.id, index=index)
         result.status = pb.DocumentStatus.Value(f"DOCUMENT_STATUS_{document.status.upper()}")
         if document.item is not None:
             score = verdict(scored[document.item], profile.kind).score

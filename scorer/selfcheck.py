@@ -12,7 +12,7 @@ import torch
 from attention.plans import WINDOWLESS, Strategy
 from batching.packing import Group, pack, unpack
 from batching.select import Policy, may_take
-from batching.types import Item, Scored, TokenizedRequest
+from batching.types import Item, Items, Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.engine import Engine
 from scorer.errors import InvalidRequest, ModelError, ProfileError
@@ -75,7 +75,7 @@ def _sample(tokenization: Tokenization, query: str, documents: Sequence[str]) ->
         request = pb.ScoreRequest(query=pb.QueryPrefix(text=query), documents=[pb.Document(text=text)])
         if (tokenized := _tokenized(tokenization, request)) is not None:
             found.append(tokenized)
-    return replace(found[0], items=tuple(one.items[0] for one in found)) if found else None
+    return replace(found[0], items=Items.of(one.items[0] for one in found)) if found else None
 
 
 def alone(model: ScoringModel, request: TokenizedRequest, item: Item) -> Scored:
@@ -92,8 +92,7 @@ def packed(engine: Engine, request: TokenizedRequest, strategy: Strategy) -> lis
     """All items in one pass of the engine, on the calling thread."""
     count = len(request.items)
     batch = pack([Group(request, tuple(range(count)), (strategy,) * count)])
-    scored = unpack(batch, engine.run(batch))
-    return [scored[0, item] for item in range(count)]
+    return unpack(batch, engine.run(batch))[0]
 
 
 def deviation(

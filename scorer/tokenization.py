@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attention.plans import Strategy
 from batching.select import DENSE_TOKENS
-from batching.types import Ints, Item, TokenizedRequest
+from batching.types import NONE, Ints, Item, Items, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import body_of
 from scorer.config import Limits
@@ -103,7 +104,7 @@ class Tokenization:
     def tokenize(self, request: pb.ScoreRequest) -> Tokenized:
         """The request in ids, and a verdict on each document. Raises InvalidRequest naming every bad field."""
         bad = Violations()
-        ids = check_documents(request, self._profile, self._limits, bad)
+        given = check_documents(request, self._profile, self._limits, bad)
         check_prefix(request, self._profile, self._limits, bad)
         labels = self._labels.of_request(request.options, bad)
         check_options(request, self._profile, self._limits, bad)
@@ -114,7 +115,8 @@ class Tokenization:
         bad.check()
         asked = request.options.max_tokens_per_document
         cutting = Cutting(asked or self._limits.default_tokens_per_document, request.options.truncation)
-        reads = self._documents.read(request, cutting, self._limits.max_context_tokens - len(prefix), tail, bad)
+        room = self._limits.max_context_tokens - len(prefix)
+        reads = self._documents.read(given, request.options, cutting, room, tail, bad)
         total = len(prefix) + sum(len(read.ids) for read in reads if read.ids is not None)
         if total > self._limits.max_request_tokens:
             bad.add("documents", f"at most {self._limits.max_request_tokens} tokens in all, prefix included", total)
@@ -122,7 +124,7 @@ class Tokenization:
             most = self._limits.max_context_tokens
             bad.add("documents", f"at most {most} tokens in all, prefix included, as each is read behind others", total)
         bad.check()
-        return self._assembled(request, ids, labels, prefix, reads)
+        return self._assembled(request, given.ids, labels, prefix, reads)
 
     @property
     def item_end(self) -> int | None:
@@ -209,8 +211,10 @@ class Tokenization:
         most = self._limits.max_context_tokens
         if len(ids) >= most:
             bad.add(field[which], f"a prefix of fewer than {most} tokens, which it shares with an item", len(ids))
-        if ids.size and (highest := int(ids.max())) >= self._limits.vocabulary_size:
-            bad.add(field[which], f"token ids below the vocabulary size {self._limits.vocabulary_size}", highest)
+        size = self._limits.vocabulary_size
+        # Ids that were given have been looked at.
+        if which != "token_ids" and ids.size and (highest := int(ids.max())) >= size:
+            bad.add(field[which], f"token ids below the vocabulary size {size}", highest)
         return ids
 
     def _query_prefix_ids(self, query: pb.QueryPrefix, bad: Violations) -> Ints | None:
@@ -238,22 +242,17 @@ class Tokenization:
     def _assembled(
         self, request: pb.ScoreRequest, ids: Sequence[str], labels: tuple[Label, ...], prefix: Ints, reads: list[Read]
     ) -> Tokenized:
-        items: list[Item] = []
-        documents: list[DocumentTokens] = []
-        label_ids = ints([label.token_id for label in labels])[None]
-        last = np.array([0 if read.ids is None else len(read.ids) - 1 for read in reads], np.int32)
-        for index, (status, message, own, targets, tokens, original, truncated) in enumerate(reads):
-            item = None if own is None else len(items)
-            if own is not None:
-                items.append(_predicted(own, targets) if targets else Item(own, last[index : index + 1], label_ids))
-            length = 0 if own is None else len(own)
-            documents.append(
-                DocumentTokens(ids[index], index, status, message, length, tokens, original, truncated, item)
-            )
+        statuses, messages, own, targets, tokens, originals, truncated = zip(*reads, strict=True)
+        lengths = [0 if one is None else len(one) for one in own]
+        numbers = count()
+        places = [None if one is None else next(numbers) for one in own]
+        documents = tuple(map(DocumentTokens, ids, statuses, messages, lengths, tokens, originals, truncated, places))
+        label_ids = ints([label.token_id for label in labels])
+        items = _items([(one, target) for one, target in zip(own, targets, strict=True) if one is not None], label_ids)
         listwise = self._profile.listwise
         tokenized = TokenizedRequest(
             prefix=prefix,
-            items=(_chained(items),) if listwise and items else tuple(items),
+            items=_chained(items) if listwise and items else items,
             normalize=self._profile.kind == "query_likelihood" or request.options.outputs.vocabulary_probabilities,
             strategy=_STRATEGIES[request.options.strategy],
             tenant=request.tenant,
@@ -262,7 +261,7 @@ class Tokenization:
         )
         if listwise and tokenized.strategy is None and tokenized.tokens <= DENSE_TOKENS:
             tokenized = replace(tokenized, strategy=Strategy.CUSTOM_MASK)
-        return Tokenized(tokenized if items else None, tuple(documents), labels, len(prefix), listwise)
+        return Tokenized(tokenized if items else None, documents, labels, len(prefix), listwise)
 
     def _texts(self, query: str, document: str, instruction: str | None = None, seam: str = "") -> tuple[str, str, str]:
         """The prefix, the item up to the end of the document, and what follows; `seam` where the template has one."""
@@ -301,16 +300,33 @@ class Tokenization:
             )
 
 
+def _items(given: Sequence[tuple[Ints, int]], label_ids: Ints) -> Items:
+    """Of ids and the number of their targets. Without targets an item is read at its end, for the labels."""
+    if any(targets for _, targets in given):
+        return Items.of(_predicted(ids, targets) if targets else _labelled(ids, label_ids) for ids, targets in given)
+    lengths = ints([len(ids) for ids, _ in given])
+    return Items.read_at_end(np.concatenate([NONE, *[ids for ids, _ in given]]), lengths, label_ids)
+
+
+def _labelled(ids: Ints, label_ids: Ints) -> Item:
+    return Item(ids, ints([len(ids) - 1]), label_ids[None])
+
+
 def _predicted(ids: Ints, targets: int) -> Item:
     """Reads each target token at its predecessor."""
     return Item(ids, np.arange(len(ids) - targets - 1, len(ids) - 1, dtype=np.int32), ids[len(ids) - targets :, None])
 
 
-def _chained(items: Sequence[Item]) -> Item:
+def _chained(items: Items) -> Items:
     """All of them as one: each sees those before it, and is read where it ends."""
-    ends = np.cumsum([len(item.ids) for item in items]) - 1
-    read_ids = np.concatenate([item.read_ids for item in items])
-    return Item(np.concatenate([item.ids for item in items]), ends.astype(np.int32), read_ids)
+    return Items(
+        items.ids,
+        ints([len(items.ids)]),
+        ints([len(items)]),
+        np.cumsum(items.lengths, dtype=np.int32) - np.int32(1),
+        items.widths,
+        items.read_ids,
+    )
 
 
 def _instruction(query: pb.QueryPrefix) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from batching.types import TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
@@ -30,11 +31,9 @@ class Label:
     token_id: int
 
 
-@dataclass(slots=True)
-class DocumentTokens:
+class DocumentTokens(NamedTuple):
     """What became of one document before any model saw it.
 
-    index                     position in the request
     tokens                    of the whole item, template included; 0 where it is not scored
     document_tokens           of the document as scored, template not counted
     original_document_tokens  before it was cut
@@ -42,7 +41,6 @@ class DocumentTokens:
     """
 
     id: str
-    index: int
     status: Status
     message: str
     tokens: int
@@ -73,7 +71,7 @@ def untokenized(request: pb.ScoreRequest) -> Tokenized:
     """What is known of a request whose deadline came before it was tokenized."""
     told = "the deadline came before it was tokenized"
     documents = tuple(
-        DocumentTokens(document.id or str(index), index, Status.DEADLINE, told, 0, 0, 0, False, None)
+        DocumentTokens(document.id or str(index), Status.DEADLINE, told, 0, 0, 0, False, None)
         for index, document in enumerate(request.documents)
     )
     return Tokenized(None, documents, (), 0)
@@ -83,4 +81,4 @@ def given_in_ids(request: pb.ScoreRequest) -> bool:
     """Whether there is no text to tokenize."""
     if request.WhichOneof("prefix") != "token_ids":
         return False
-    return all(document.WhichOneof("content") == "token_ids" for document in request.documents)
+    return {document.WhichOneof("content") for document in request.documents} <= {"token_ids"}

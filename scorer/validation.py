@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,23 +32,53 @@ class Violations:
             raise InvalidRequest(self._found)
 
 
-def check_documents(request: pb.ScoreRequest, profile: Profile, limits: Limits, bad: Violations) -> list[str]:
-    """The documents' ids, empty ones filled in."""
+class Given(NamedTuple):
+    """A request's documents by column, read once: each look into a message costs as much as a look into a list.
+
+    ids       empty ones filled in
+    contents  which form each has; None where it has none
+    targets   target_tokens of each
+    """
+
+    documents: Sequence[pb.Document]
+    ids: Sequence[str]
+    contents: Sequence[str | None]
+    targets: Sequence[int]
+
+    @classmethod
+    def of(cls, documents: Sequence[pb.Document]) -> Given:
+        """As they were sent."""
+        return cls(
+            documents,
+            [document.id or str(index) for index, document in enumerate(documents)],
+            [document.WhichOneof("content") for document in documents],
+            [document.target_tokens for document in documents],
+        )
+
+
+def check_documents(request: pb.ScoreRequest, profile: Profile, limits: Limits, bad: Violations) -> Given:
+    """The documents, none where there are too many. Their ids must differ, and each have a content to be scored."""
     count, most = len(request.documents), limits.max_documents
     if not 1 <= count <= most:
         bad.add("documents", f"between 1 and {most} documents", count)
-        return []
-    ids = [document.id or str(index) for index, document in enumerate(request.documents)]
+        return Given.of(())
+    given = Given.of(request.documents[:])
+    likelihood = profile.kind == "query_likelihood"
+    if likelihood or len(set(given.ids)) < count or None in given.contents or any(given.targets):
+        _check_each(request, given, profile, bad)
+    return given
+
+
+def _check_each(request: pb.ScoreRequest, given: Given, profile: Profile, bad: Violations) -> None:
     seen: set[str] = set()
-    for index, document in enumerate(request.documents):
-        if ids[index] in seen:
-            bad.add(f"documents[{index}].id", "unique within the request", repr(ids[index][:SHOWN_CHARACTERS]))
-        seen.add(ids[index])
-        if document.WhichOneof("content") is None:
+    for index, (document, id_, content, _) in enumerate(zip(*given, strict=True)):
+        if id_ in seen:
+            bad.add(f"documents[{index}].id", "unique within the request", repr(id_[:SHOWN_CHARACTERS]))
+        seen.add(id_)
+        if content is None:
             bad.add(f"documents[{index}]", "one of text, raw_text and token_ids")
         elif complaint := _target_complaint(request, document, profile):
             bad.add(f"documents[{index}].target_tokens", complaint, document.target_tokens)
-    return ids
 
 
 def check_prefix(request: pb.ScoreRequest, profile: Profile, limits: Limits, bad: Violations) -> None:

@@ -11,7 +11,7 @@ import torch
 from attention.plans import MAX_ITEM_TOKENS, WINDOWLESS, Strategy
 from batching.packing import Group, pack
 from batching.select import Policy, may_take
-from batching.types import Item, PackedBatch, TokenizedRequest
+from batching.types import Item, Items, PackedBatch, TokenizedRequest
 from scorer.engine import Engine
 from scorer.memory import MemoryPlan
 from scorer.sizing import MAX_PASS_ITEMS
@@ -57,4 +57,4 @@ def _request(prefix: int, lengths: list[int]) -> TokenizedRequest:
     """Every token small enough for any vocabulary; the head is read at each item's end, with its normalisation."""
     label = np.zeros((1, 1), np.int32)
     items = [Item(np.arange(n, dtype=np.int32) % 16, np.array([n - 1], np.int32), label) for n in lengths if n]
-    return TokenizedRequest(np.arange(prefix, dtype=np.int32) % 16, tuple(items), normalize=True)
+    return TokenizedRequest(np.arange(prefix, dtype=np.int32) % 16, Items.of(items), normalize=True)

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attention.plans import Strategy
 from batching.composer import Composer
@@ -13,6 +15,7 @@ from batching.pass_time import Work
 from batching.prefix_cache import PrefixCache
 from batching.scheduler import Ticket
 from batching.select import Choice
+from tests.attention.draw import examples
 from tests.batching.fake import PAGE, request
 
 AUTO = Strategy.DIRECT_RAGGED
@@ -74,11 +77,11 @@ def test_a_score_is_handed_to_all_and_paid_for_no_more():
     made, flight = composer(), InFlight()
     first = joined(made, request([1, 2], [3] * 4, [5] * 7), flight)
     second = joined(made, request([1, 2], [5] * 7), flight)
-    assert flight.scored(first.wanted[1], "score") == [second]
+    assert flight.scored(first, [1], ["score"]) == [second]
     assert second.scored == ["score"]
     assert first.work(0) == Work.of(2, 0, (4,))
     assert second.work(0) == Work()
-    assert flight.scored(first.wanted[0], "other") == [first]
+    assert flight.scored(first, [0], ["other"]) == [first]
     assert first.scored == ["other", "score"]
     assert first.work(0) == Work()
     assert len(flight) == 0
@@ -96,6 +99,73 @@ def test_where_every_item_computes_the_prefix_it_is_paid_for_each_time():
     made = composer()
     one = joined(made, request([1, 2, 3], [5] * 7, [6]), strategy=Strategy.NAIVE)
     assert one.work(0) == Work.of(3, 0, (7, 1), True)
+
+
+class Books:
+    """Jobs in flight, and passes that compute items of theirs."""
+
+    def __init__(self, *others):
+        self.made, self.flight, self.jobs, self.passes = composer(), InFlight(), [], []
+        for other in others:
+            joined(self.made, other, self.flight)
+
+    def join(self, asked, _):
+        self.jobs.append(joined(self.made, asked, self.flight))
+
+    def leave(self, asked, place):
+        return self._numbers(self.flight.leave(self.jobs[place % len(self.jobs)])) if self.jobs else None
+
+    def take(self, asked, place):
+        if self.jobs:
+            job = self.jobs[place % len(self.jobs)]
+            items = job.open_items()[: 1 + place % 3]
+            job.take(items)
+            self.passes.append((job, items))
+
+    def end(self, asked, place, sound=True):
+        if not self.passes:
+            return None
+        job, items = self.passes.pop(place % len(self.passes))
+        job.put_back(items)
+        return (
+            self._numbers(self.flight.scored(job, items, [f"score {place} {item}" for item in items]))
+            if sound
+            else None
+        )
+
+    def fail(self, asked, place):
+        self.end(asked, place, sound=False)
+
+    def _numbers(self, jobs):
+        return sorted(map(self.jobs.index, jobs))
+
+    def told(self):
+        return [(one.work(0), one.open_items(), one.scored, list(one.left)) for one in self.jobs]
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["join", "join", "leave", "take", "take", "end", "fail"]),
+            st.sets(st.integers(1, 5), min_size=1),
+            st.integers(0, 11),
+        ),
+        max_size=14,
+    )
+)
+@examples(300)
+def test_books_that_a_job_keeps_alone_say_what_shared_ones_do(steps):
+    """Beside a job that wants something else, they are kept item by item from the beginning."""
+    alone, shared = Books(), Books(request([1], [99]))
+    for step, lengths, place in steps:
+        asked = request([1], *[[n] * n for n in sorted(lengths)])
+        assert getattr(alone, step)(asked, place) == getattr(shared, step)(asked, place)
+        assert alone.told() == shared.told()
+        assert len(alone.flight) == len(shared.flight) - 1
+    for one in alone.jobs:
+        alone.flight.leave(one)
+    assert len(alone.flight) == 0
+    assert alone.flight._behind == {}
 
 
 # --- who waits
@@ -208,9 +278,9 @@ def test_items_of_a_pass_are_bounded():
     other = joined(made, request([8], [9]))
     parts = made.compose([one, other], 0.0)
     assert items_of(parts) == [(one, (0, 1, 2))]
-    assert [one.wanted[i].taken for i in range(5)] == [True, True, True, False, False]
+    assert one.open_items() == [3, 4]
     made.finish(parts)
-    assert not any(one.wanted[i].taken for i in range(5))
+    assert one.open_items() == [0, 1, 2, 3, 4]
     assert one.lease.written == 1
 
 

@@ -12,7 +12,7 @@ from attention.plans import Strategy
 from batching.packing import Group, alone, fold, pack, unpack
 from batching.page_pool import PagePool
 from batching.select import Budget, Threshold, choose
-from batching.types import Item, Reads, TokenizedRequest
+from batching.types import Item, Items, Reads, TokenizedRequest
 from tests.attention.draw import examples
 from tests.batching.fake import PAGE, ids, item, request
 
@@ -67,10 +67,10 @@ def test_unpack_inverts_pack(given_groups):
         (batch.input_ids[rows] * 1000 + batch.read_ids).astype(np.float32), batch.read_rows.astype(np.float32)
     )
     scored = unpack(batch, reads)
-    assert len(scored) == sum(len(group.items) for group in given_groups)
+    assert [len(scored[number]) for number in range(len(given_groups))] == [len(g.items) for g in given_groups]
     for number, group in enumerate(given_groups):
         for index, strategy in zip(group.items, group.strategies, strict=True):
-            one, got = group.request.items[index], scored[number, index]
+            one, got = group.request.items[index], scored[number].pop(0)
             want = one.ids[one.read_offsets][:, None] * 1000 + one.read_ids
             np.testing.assert_array_equal(got.logits, want.reshape(got.logits.shape))
             assert got.strategy is strategy
@@ -98,9 +98,54 @@ def test_every_path_spells_prefix_and_item(given_groups):
 
 
 def test_fold_keeps_order_and_finds_equals():
-    unique, places = fold([item(1, 2), item(3), item(1, 2), item(1, 2, labels=(1, 3))])
+    unique, places = fold(Items.of([item(1, 2), item(3), item(1, 2), item(1, 2, labels=(1, 3))]))
     assert len(unique) == 3
     assert places.tolist() == [0, 1, 0, 2]
+
+
+# --- items by column
+
+
+def same(one, other):
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("ids", "read_offsets", "read_ids"))
+
+
+@given(given_items=st.lists(items(), max_size=6), data=st.data())
+@examples(200)
+def test_items_by_column_are_the_items_that_were_given(given_items, data):
+    made = Items.of(given_items)
+    wanted = [one if one.read_ids.size else replace(one, read_ids=np.zeros((0, 0), np.int32)) for one in given_items]
+    assert len(made) == len(wanted)
+    assert all(map(same, made, wanted))
+    assert made.squares == sum(len(one.ids) ** 2 for one in given_items)
+    some = data.draw(st.lists(st.integers(0, len(given_items) - 1), max_size=6)) if given_items else []
+    taken = made.take(some)
+    assert all(map(same, taken, [wanted[i] for i in some]))
+    assert taken.keys == [made.keys[i] for i in some]
+    first, last = data.draw(st.integers(-7, 7)), data.draw(st.integers(-7, 7))
+    assert all(map(same, made[first:last], wanted[first:last]))
+    for one, own in zip(given_items, made.keys, strict=True):
+        for other, its in zip(given_items, made.keys, strict=True):
+            assert (own == its) == (one.read_ids.shape == other.read_ids.shape and same(one, other))
+
+
+@given(parts=st.lists(tokens, min_size=1, max_size=6), labels=st.lists(st.integers(0, 9), max_size=2), data=st.data())
+@examples(100)
+def test_items_read_at_their_end_are_those_made_one_by_one(parts, labels, data):
+    made = Items.read_at_end(np.concatenate([ids(*part) for part in parts]), ids(*map(len, parts)), ids(*labels))
+    alone_ = Items.of(Item(ids(*part), ids(len(part) - 1), ids(*labels)[None]) for part in parts)
+    some = data.draw(st.lists(st.integers(0, len(parts) - 1)))
+    for one, other in ((made, alone_), (made.take(some), alone_.take(some))):
+        assert all(map(same, one, other))
+        assert one.keys == other.keys
+        columns = ("ids", "lengths", "reads", "read_offsets", "widths", "read_ids")
+        assert {getattr(one, name).dtype for name in columns} == {np.dtype(np.int32)}
+
+
+def test_an_item_that_is_not_there():
+    with pytest.raises(IndexError):
+        Items.of([item(1)])[1]
+    assert same(Items.of([item(1), item(2, 3)])[-1], item(2, 3))
 
 
 def test_the_choice_is_by_length_and_says_why():

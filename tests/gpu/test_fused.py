@@ -115,7 +115,7 @@ def group(asked, cached=0, pages=None, items=None):
 
 def scores(made, *groups, page_size=16):
     scored = unpack(batch := pack(list(groups), page_size), made.submit(batch, page_size)())
-    return [np.array([scored[n, i].logits[0] for i in g.items]) for n, g in enumerate(groups)]
+    return [np.array([one.logits[0] for one in scored[n]]) for n in range(len(groups))]
 
 
 def log_odds(logits):
@@ -166,8 +166,8 @@ def test_query_likelihood_and_the_whole_vocabulary():
     for number, item in enumerate(items):
         logits = model().alone(np.concatenate([asked.prefix, item.ids]), len(item.ids))[item.read_offsets].float()
         target = torch.from_numpy(item.read_ids).long().cuda()
-        np.testing.assert_allclose(scored[0, number].logits, logits.gather(1, target).cpu().numpy(), atol=TOLERANCE)
-        np.testing.assert_allclose(scored[0, number].lse, logits.logsumexp(-1).cpu().numpy(), atol=TOLERANCE)
+        np.testing.assert_allclose(scored[0][number].logits, logits.gather(1, target).cpu().numpy(), atol=TOLERANCE)
+        np.testing.assert_allclose(scored[0][number].lse, logits.logsumexp(-1).cpu().numpy(), atol=TOLERANCE)
 
 
 def test_the_same_document_has_the_same_bits_in_a_thousand_mixes():

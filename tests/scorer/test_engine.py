@@ -36,7 +36,7 @@ def run(made: Engine, groups):
 def whole(made, asked, strategy):
     count = len(asked.items)
     _, scored = run(made, [Group(asked, tuple(range(count)), (strategy,) * count)])
-    return [scored[0, i] for i in range(count)]
+    return [scored[0][i] for i in range(count)]
 
 
 def log_odds(scored):
@@ -88,7 +88,7 @@ def test_a_second_pass_over_kept_pages(family, prefix, strategy):
     _, first = run(made, [Group(asked, (0, 1), (strategy,) * 2, 0, pages)])
     batch, second = run(made, [Group(asked, (2, 3), (strategy,) * 2, prefix, pages)])
     assert batch.tokens == 21, "the prefix is not computed again"
-    scored = [first[0, 0], first[0, 1], second[0, 2], second[0, 3]]
+    scored = [*first[0], *second[0]]
     np.testing.assert_allclose(log_odds(scored), truth(model, asked), atol=TOLERANCE)
 
 
@@ -101,7 +101,7 @@ def test_several_requests_and_strategies_in_one_pass():
     groups = [Group(r, tuple(range(len(r.items))), s) for r, s in zip(asked, chosen, strict=True)]
     _, scored = run(made, groups)
     for i, r in enumerate(asked):
-        got = log_odds([scored[i, k] for k in range(len(r.items))])
+        got = log_odds([scored[i][k] for k in range(len(r.items))])
         np.testing.assert_allclose(got, truth(model, r), atol=TOLERANCE)
 
 
@@ -152,7 +152,7 @@ def test_broken_positions_are_noticed(broken):
     batch = pack([Group(asked, (0, 1, 2), (Strategy.MULTI_ITEM,) * 3)])
     bad = replace(batch, position_ids=BROKEN_POSITIONS[broken](batch))
     scored = unpack(bad, made.run(bad))
-    assert np.abs(log_odds([scored[0, i] for i in range(3)]) - truth(model, asked)).max() > 100 * TOLERANCE
+    assert np.abs(log_odds([scored[0][i] for i in range(3)]) - truth(model, asked)).max() > 100 * TOLERANCE
 
 
 def neighbour_visible(launch):

@@ -59,7 +59,7 @@ def scores(model, fused, request, kind):
     )
     logits = model.logits(hidden, batch.read_indptr, batch.read_ids)
     found = unpack(batch, Reads(logits, model.log_sum_exp(hidden, batch.normalize), 0.0, 0.0))
-    return np.array([verdict(found[0, item], kind).score for item in chosen])
+    return np.array([verdict(found[0][item], kind).score for item in chosen])
 
 
 def test_the_embedded_models_query_likelihood_ranks_in_fp8_as_without():

@@ -2,10 +2,13 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attention.plans import Strategy
 from batching.types import Scored
-from scorer.heads import NOT_FINITE, sigmoid, verdict
+from scorer.heads import NOT_FINITE, all_log_odds, sigmoid, verdict
+from tests.attention.draw import examples
 
 
 def scored(logits, lse=None):
@@ -82,3 +85,34 @@ def test_what_is_not_finite_never_leaves(bad):
     assert verdict(scored([[0.0, 0.0]], [bad]), "label_logits") == NOT_FINITE
     assert verdict(scored([[0.0], [bad]], [1.0, 1.0]), "query_likelihood") == NOT_FINITE
     assert NOT_FINITE.score is None
+
+
+@given(
+    rows=st.lists(st.tuples(*[st.floats(width=32, allow_nan=False, allow_infinity=False)] * 2), min_size=1, max_size=9)
+)
+@examples(300)
+def test_log_odds_of_many_are_those_of_each_bit_for_bit(rows):
+    items = [scored([row]) for row in rows]
+    assert all_log_odds(items, "label_logits") == [verdict(item, "label_logits").log_odds for item in items]
+    classes = [scored([row[:1]]) for row in rows]
+    assert all_log_odds(classes, "classification") == [verdict(one, "classification").log_odds for one in classes]
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (None, "label_logits"),
+        (scored([[1.0, math.nan]]), "label_logits"),
+        (scored([[math.inf, 1.0]]), "label_logits"),
+        (scored([[1.0]]), "label_logits"),
+        (scored([[1.0, 2.0]], [3.0]), "label_logits"),
+        (scored([[1.0, 2.0]]), "query_likelihood"),
+    ],
+)
+def test_there_are_log_odds_of_all_only_where_each_has_its_own_and_nothing_else(other, kind):
+    assert all_log_odds([scored([[1.0, 2.0]]), other], kind) is None
+
+
+def test_one_label_has_no_log_odds_and_one_class_has():
+    assert all_log_odds([scored([[1.5]])], "label_logits") is None
+    assert all_log_odds([scored([[1.5]])], "classification") == [1.5]

@@ -64,7 +64,6 @@ class FakeTokenization:
             documents.append(
                 DocumentTokens(
                     id=document.id or str(index),
-                    index=index,
                     status=status,
                     message="" if words else "no text",
                     tokens=len(words),

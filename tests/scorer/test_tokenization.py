@@ -503,13 +503,13 @@ def test_odd_text_is_scored(document):
 
 
 def test_equal_texts_have_equal_keys():
-    items = TINY.tokenize(ask("same text", "other", "same text")).request.items
-    assert items[0].key() == items[2].key() != items[1].key()
+    keys = TINY.tokenize(ask("same text", "other", "same text")).request.items.keys
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_ids_are_filled_with_the_index():
     found = TINY.tokenize(ask(pb.Document(id="x", text="a"), "b", "c"))
-    assert [(d.id, d.index) for d in found.documents] == [("x", 0), ("1", 1), ("2", 2)]
+    assert [d.id for d in found.documents] == ["x", "1", "2"]
 
 
 def test_whole_items_are_never_cut_and_nothing_is_added():
