@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -79,20 +79,14 @@ class Composer:
         return self._leased(job, tuple(items[:count]), now)
 
     def _leased(self, job: Job, items: tuple[int, ...], now: float) -> Part:
-        prefix, found = len(job.request.prefix), 0
-        if not job.naive and prefix:
-            found = self._lease(job, now)
-        lease = job.lease
-        lengths = [job.lengths[item] for item in items]
-        group = Group(
-            job.request,
-            items,
-            tuple(job.choice.strategies[item] for item in items),
-            lease.written if lease is not None else 0,
-            lease.pages if lease is not None and lease.blocks else None,
-            job.choice.packed_rows,
-        )
-        return Part(job, group, Work.of(prefix, found, lengths, job.naive))
+        found = self._lease(job, now) if len(job.request.prefix) and not job.naive else 0
+        strategies = job.choice.strategies
+        if len(items) < len(strategies):
+            strategies = tuple(strategies[item] for item in items)
+        lease = job.lease if job.lease is not None and job.lease.blocks else None
+        cached, pages = (lease.written, lease.pages) if lease is not None else (0, None)
+        group = Group(job.request, items, strategies, cached, pages, job.choice.packed_rows)
+        return Part(job, group, _work(job, items, found))
 
     def _lease(self, job: Job, now: float) -> int:
         """Holds the prefix's pages; returns how many of its tokens this part of the pass need not compute."""
@@ -124,6 +118,13 @@ class Composer:
         if job.lease is not None:
             self.cache.release(job.lease)
             job.lease = None
+
+
+def _work(job: Job, items: Sequence[int], found: int) -> Work:
+    """Of a part of a job, where so many tokens of its prefix need not be computed."""
+    if len(items) == job.count == len(job.lengths):
+        return job.work(found)  # it pays for all of its items, so their sums are known
+    return Work.of(len(job.request.prefix), found, [job.lengths[item] for item in items], job.naive)
 
 
 def _dense(job: Job) -> Strategy | None:

@@ -243,8 +243,9 @@ class PrefixCache:
     def _loose(self, run: Run, now: float) -> int:
         """How many last blocks of a run may go before any other, where its last one is the next that goes."""
         loose = len(run.pages)
-        if run.names is not None:
-            loose -= sum(self._pins.has(name, now) for name in run.names)  # the first ones
+        if run.names is not None:  # pinned are the first ones, if any
+            pinned = (n for n, name in enumerate(reversed(run.names)) if self._pins.has(name, now))
+            loose = next(pinned, loose)
         return loose if len(run.ids) % self._block_bytes == 0 else min(loose, 1)
 
     def clear(self) -> None:

@@ -98,6 +98,22 @@ def test_where_every_item_computes_the_prefix_it_is_paid_for_each_time():
     assert one.work(0) == Work.of(3, 0, (7, 1), True)
 
 
+@pytest.mark.parametrize("pass_items", [1, 2, 3])
+def test_a_part_is_the_work_of_its_items_whoever_pays_for_them(pass_items):
+    """The first, who pays for one of the second's items, waits."""
+    made, flight = composer(pass_items=pass_items), InFlight()
+    first = joined(made, request([1, 2], [3] * 4, [5] * 7), flight)
+    second = joined(made, request([1, 2], [5] * 7, [6] * 2), flight)
+    lengths = {first: (4, 7), second: (7, 2)}
+    for one in (first, second):
+        (part,) = made.compose([one], 0.0)
+        assert part.work == Work.of(2, 0, lengths[one][:pass_items])
+        assert part.group.strategies == one.choice.strategies[:pass_items]
+        made.finish([part])
+        made.drop(one)
+        made.cache.clear()
+
+
 # --- who waits
 
 
