@@ -17,11 +17,22 @@ from batching.select import Budget
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What a pass computes of one request. work: its own part of the pass, shared prefix blocks counted once."""
+    """What a pass computes of one request.
+
+    work            its own part of the pass, shared prefix blocks counted once
+    total, squares  of its items: their tokens, and the sum of their squares
+    """
 
     job: Job
     group: Group
     work: Work
+    total: int
+    squares: int
+
+    def beside(self, cached: int) -> Work:
+        """What its items cost where so many tokens of the prefix need not be computed."""
+        job, count = self.job, len(self.group.items)
+        return Work.sums(len(job.request.prefix), cached, count, self.total, self.squares, job.naive)
 
 
 class Composer:
@@ -86,7 +97,9 @@ class Composer:
         lease = job.lease if job.lease is not None and job.lease.blocks else None
         cached, pages = (lease.written, lease.pages) if lease is not None else (0, None)
         group = Group(job.request, items, strategies, cached, pages, job.choice.packed_rows)
-        return Part(job, group, _work(job, items, found))
+        total, squares = _sums(job, items)
+        work = Work.sums(len(job.request.prefix), found, len(items), total, squares, job.naive)
+        return Part(job, group, work, total, squares)
 
     def _lease(self, job: Job, now: float) -> int:
         """Holds the prefix's pages; returns how many of its tokens this part of the pass need not compute."""
@@ -120,11 +133,12 @@ class Composer:
             job.lease = None
 
 
-def _work(job: Job, items: Sequence[int], found: int) -> Work:
-    """Of a part of a job, where so many tokens of its prefix need not be computed."""
+def _sums(job: Job, items: Sequence[int]) -> tuple[int, int]:
+    """Tokens of some of a job's items, and the sum of their squares."""
     if len(items) == job.count == len(job.lengths):
-        return job.work(found)  # it pays for all of its items, so their sums are known
-    return Work.of(len(job.request.prefix), found, [job.lengths[item] for item in items], job.naive)
+        return job.total, job.squares  # it pays for all of them
+    lengths = [job.lengths[item] for item in items]
+    return sum(lengths), sum(n * n for n in lengths)
 
 
 def _dense(job: Job) -> Strategy | None:

@@ -108,6 +108,7 @@ def test_a_part_is_the_work_of_its_items_whoever_pays_for_them(pass_items):
     for one in (first, second):
         (part,) = made.compose([one], 0.0)
         assert part.work == Work.of(2, 0, lengths[one][:pass_items])
+        assert part.beside(1) == Work.of(2, 1, lengths[one][:pass_items])
         assert part.group.strategies == one.choice.strategies[:pass_items]
         made.finish([part])
         made.drop(one)
