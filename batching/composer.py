@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attention.plans import DENSE, Strategy
@@ -16,11 +16,22 @@ from batching.select import Budget
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What a pass computes of one request. work: its own part of the pass, shared prefix blocks counted once."""
+    """What a pass computes of one request.
+
+    work            its own part of the pass, shared prefix blocks counted once
+    total, squares  of its items: their tokens, and the sum of their squares
+    """
 
     job: Job
     group: Group
     work: Work
+    total: int
+    squares: int
+
+    def beside(self, cached: int) -> Work:
+        """What its items cost where so many tokens of the prefix need not be computed."""
+        job, count = self.job, len(self.group.items)
+        return Work.sums(len(job.request.prefix), cached, count, self.total, self.squares, job.naive)
 
 
 class Composer:
@@ -78,20 +89,16 @@ class Composer:
         return self._leased(job, tuple(items[:count]), now)
 
     def _leased(self, job: Job, items: tuple[int, ...], now: float) -> Part:
-        prefix, found = len(job.request.prefix), 0
-        if not job.naive and prefix:
-            found = self._lease(job, now)
-        lease = job.lease
-        lengths = [job.lengths[item] for item in items]
-        group = Group(
-            job.request,
-            items,
-            tuple(job.choice.strategies[item] for item in items),
-            lease.written if lease is not None else 0,
-            lease.pages if lease is not None and lease.blocks else None,
-            job.choice.packed_rows,
-        )
-        return Part(job, group, Work.of(prefix, found, lengths, job.naive))
+        found = self._lease(job, now) if len(job.request.prefix) and not job.naive else 0
+        strategies = job.choice.strategies
+        if len(items) < len(strategies):
+            strategies = tuple(strategies[item] for item in items)
+        lease = job.lease if job.lease is not None and job.lease.blocks else None
+        cached, pages = (lease.written, lease.pages) if lease is not None else (0, None)
+        group = Group(job.request, items, strategies, cached, pages, job.choice.packed_rows)
+        total, squares = _sums(job, items)
+        work = Work.sums(len(job.request.prefix), found, len(items), total, squares, job.naive)
+        return Part(job, group, work, total, squares)
 
     def _lease(self, job: Job, now: float) -> int:
         """Holds the prefix's pages; returns how many of its tokens this part of the pass need not compute."""
@@ -122,6 +129,14 @@ class Composer:
         if job.lease is not None:
             self.cache.release(job.lease)
             job.lease = None
+
+
+def _sums(job: Job, items: Sequence[int]) -> tuple[int, int]:
+    """Tokens of some of a job's items, and the sum of their squares."""
+    if len(items) == job.count == len(job.lengths):
+        return job.total, job.squares  # it pays for all of them
+    lengths = [job.lengths[item] for item in items]
+    return sum(lengths), sum(n * n for n in lengths)
 
 
 def _dense(job: Job) -> Strategy | None:

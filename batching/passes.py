@@ -92,9 +92,8 @@ class Passes:
         """What the device computes of requests at the moment, beside what counts as cached."""
         works: dict[Job, Work] = {}
         for part in self.running:
-            job, lengths = part.job, [part.job.lengths[item] for item in part.group.items]
-            work = Work.of(len(job.request.prefix), self._composer.cached(job), lengths, job.naive)
-            works[job] = works.get(job, Work()) + work
+            job = part.job
+            works[job] = works.get(job, Work()) + part.beside(self._composer.cached(job))
         return works
 
     def end(self, now: float) -> float:

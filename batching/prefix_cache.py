@@ -216,7 +216,8 @@ class PrefixCache:
         assert not run.children, "what continues a run leaves the index before it"
         del self._runs[run.at, run.ids[: self._block_bytes]]
         self._blocks -= len(run.pages)
-        self._unpin(run, 0)
+        for name in reversed(run.names or ()):
+            self._pins.drop(name)
         run.indexed = False
         if run.parent is not None:
             run.parent.children -= 1
@@ -243,8 +244,9 @@ class PrefixCache:
     def _loose(self, run: Run, now: float) -> int:
         """How many last blocks of a run may go before any other, where its last one is the next that goes."""
         loose = len(run.pages)
-        if run.names is not None:
-            loose -= sum(self._pins.has(name, now) for name in run.names)  # the first ones
+        if run.names is not None:  # pinned are the first ones, if any
+            pinned = (n for n, name in enumerate(reversed(run.names)) if self._pins.has(name, now))
+            loose = next(pinned, loose)
         return loose if len(run.ids) % self._block_bytes == 0 else min(loose, 1)
 
     def clear(self) -> None:
@@ -254,7 +256,7 @@ class PrefixCache:
         self._ghosts.forget()
 
     def _drop(self, run: Run, blocks: int) -> None:
-        """Evicts the last blocks of a run."""
+        """Evicts the last blocks of a run, which nothing pins."""
         keep = len(run.pages) - blocks
         size = keep * self._block_bytes
         ghost = Ghost(run.ids[size:], run.level, run.wishes, run.spot)
@@ -264,16 +266,11 @@ class PrefixCache:
             self._ghosts.remember(run.at, ghost)
             self._unindex(run)
             return
-        self._unpin(run, keep)
         self._blocks -= blocks
         run.ids, run.pages, run.spot = run.ids[:size], run.pages[:keep], Spot()
         run.names = run.names and run.names[:keep]
         self._ghosts.remember(run.spot, ghost)
         self._order.push(run)
-
-    def _unpin(self, run: Run, keep: int) -> None:
-        for name in reversed(run.names[keep:] if run.names else ()):
-            self._pins.drop(name)
 
     def pin(self, lease: Lease, until: float, now: float) -> int:
         """Keeps the lease's blocks from eviction until then, whatever was said of this prefix before; returns how many

@@ -168,6 +168,23 @@ def test_books_that_a_job_keeps_alone_say_what_shared_ones_do(steps):
     assert alone.flight._behind == {}
 
 
+@pytest.mark.parametrize("pass_items", [1, 2, 3])
+def test_a_part_is_the_work_of_its_items_whoever_pays_for_them(pass_items):
+    """The first, who pays for one of the second's items, waits."""
+    made, flight = composer(pass_items=pass_items), InFlight()
+    first = joined(made, request([1, 2], [3] * 4, [5] * 7), flight)
+    second = joined(made, request([1, 2], [5] * 7, [6] * 2), flight)
+    lengths = {first: (4, 7), second: (7, 2)}
+    for one in (first, second):
+        (part,) = made.compose([one], 0.0)
+        assert part.work == Work.of(2, 0, lengths[one][:pass_items])
+        assert part.beside(1) == Work.of(2, 1, lengths[one][:pass_items])
+        assert part.group.strategies == one.choice.strategies[:pass_items]
+        made.finish([part])
+        made.drop(one)
+        made.cache.clear()
+
+
 # --- who waits
 
 
