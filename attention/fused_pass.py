@@ -74,5 +74,8 @@ def _joined(runs: tuple[tuple[int, int], ...], first: int, rows: int) -> tuple[t
 
 def _stretches(leaves: Ints) -> list[tuple[int, int]]:
     """(first, last) of leaves that follow one another; others may lie between."""
+    first, last = int(leaves[0]), int(leaves[-1])
+    if last - first + 1 == len(leaves):
+        return [(first, last)]
     gaps = np.flatnonzero(np.diff(leaves) != 1)
     return list(zip(leaves[np.append(0, gaps + 1)].tolist(), leaves[np.append(gaps, -1)].tolist(), strict=True))
