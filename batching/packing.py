@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from attention.cost import PACKED_ROWS
 from attention.layout import Ints, Layout, LayoutError, indptr, ranges
 from attention.plans import Strategy
-from batching.types import NONE, Items, PackedBatch, Reads, Scored, Share, TokenizedRequest
+from batching.types import NONE, Items, PackedBatch, Reads, Scored, Shares, TokenizedRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +108,7 @@ def _common(tables: Sequence[Ints]) -> int:
 
 
 class _Rows:
-    """A pass in the making: entries of segments, arrays to be joined, and whose items begin at which segment."""
+    """A pass in the making: entries of segments, entries of items, and arrays to be joined."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
@@ -122,7 +122,8 @@ class _Rows:
         self._read_widths: list[Ints] = [NONE]
         self._read_ids: list[Ints] = [NONE]
         self._normalize: list[NDArray[np.bool_]] = []
-        self._blocks: list[tuple[int, Group, int]] = []
+        self._request: list[int] = []
+        self._item: list[int] = []
 
     def prefix(self, ids: Ints) -> int:
         """Adds a prefix that no page keeps and returns its segment, -1 where there is none."""
@@ -153,12 +154,13 @@ class _Rows:
         """Adds the items of a group behind one prefix."""
         items = group.request.items.take(group.items)
         count = len(items)
-        self._blocks.append((request, group, len(self._parent)))
         self._parent += [parent] * count
         self._length += items.lengths.tolist()
         self._cached += [0] * count
         self._reads += items.reads.tolist()
         self._pages += [None] * count
+        self._request += [request] * count
+        self._item += group.items
         self._strategies += group.strategies
         self._ids.append(items.ids)
         self._read_offsets.append(items.read_offsets)
@@ -183,28 +185,21 @@ class _Rows:
             read_indptr=indptr(np.array(self._reads, np.int32)),
             read_offsets=np.concatenate(self._read_offsets),
         )
+        strategies = tuple(self._strategies)
+        bounds = layout.read_indptr[np.append(layout.leaves, layout.segments)]  # others than leaves are not read
         return PackedBatch(
             layout=layout,
-            leaf_strategies=tuple(self._strategies),
+            leaf_strategies=strategies,
             input_ids=np.concatenate(self._ids),
             position_ids=layout.position_ids,
             read_rows=layout.read_rows,
             read_indptr=indptr(np.concatenate(self._read_widths)),
             read_ids=np.concatenate(self._read_ids),
             normalize=np.concatenate(self._normalize),
-            shares=self._shares(layout.read_indptr.tolist()),
+            shares=Shares(self._request, self._item, bounds.tolist(), strategies),
             pages=tuple(self._pages),
             packed_rows=packed_rows,
         )
-
-    def _shares(self, bounds: list[int]) -> tuple[Share, ...]:
-        """bounds: reads before each segment."""
-        shares: list[Share] = []
-        for request, group, first in self._blocks:
-            ends = bounds[first : first + len(group.items) + 1]
-            of_items = zip(repeat(request), group.items, ends, ends[1:], group.strategies)
-            shares += map(Share._make, of_items)
-        return tuple(shares)
 
 
 def alone(batch: PackedBatch, number: int) -> PackedBatch:
@@ -230,7 +225,7 @@ def alone(batch: PackedBatch, number: int) -> PackedBatch:
         read_indptr=batch.read_indptr[share.first : share.last + 1] - first,
         read_ids=batch.read_ids[first:last],
         normalize=batch.normalize[share.first : share.last],
-        shares=(Share(share.request, share.item, 0, share.last - share.first, Strategy.DIRECT_RAGGED),),
+        shares=Shares((share.request,), (share.item,), (0, share.last - share.first), (Strategy.DIRECT_RAGGED,)),
         pages=tuple(batch.pages[segment] for segment in path),
         packed_rows=batch.packed_rows,
     )
@@ -239,15 +234,15 @@ def alone(batch: PackedBatch, number: int) -> PackedBatch:
 def unpack(batch: PackedBatch, reads: Reads) -> dict[int, list[Scored]]:
     """Of each group what was read of its items, in its order."""
     found: dict[int, list[Scored]] = {}
-    for share, scored in zip(batch.shares, _scored(batch, reads), strict=True):
-        found.setdefault(share.request, []).append(scored)
+    for request, scored in zip(batch.shares.requests, _scored(batch, reads), strict=True):
+        found.setdefault(request, []).append(scored)
     return found
 
 
 def _scored(batch: PackedBatch, reads: Reads) -> Iterator[Scored]:
     """Of each share."""
     count, widths = len(batch.shares), np.diff(batch.read_indptr)
-    once = [share.first for share in batch.shares] == list(range(len(widths)))
+    once = batch.shares.bounds == list(range(len(widths) + 1))
     if once and not batch.normalize.any() and (widths == widths[0]).all():
         return map(Scored, reads.logits.reshape(count, 1, -1), repeat(None), batch.leaf_strategies)
     return _scored_apart(batch, reads)

@@ -154,7 +154,7 @@ class Passes:
         began = max(began, self._ended_at)  # it had to wait for the one before it
         self._failures, self._ended_at = 0, ended
         self._window.ran(began, ended)
-        requests = len({share.request for share in batch.shares})
+        requests = len(set(batch.shares.requests))
         self._requests.observer.ran(batch.tokens, batch.tokens / self._max_pass_tokens, requests)
         return ended - began
 

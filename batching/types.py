@@ -232,6 +232,33 @@ class Share(NamedTuple):
     strategy: Strategy
 
 
+class Shares(Sequence[Share]):
+    """Those of a pass by column: reads [bounds[i], bounds[i + 1]) are item items[i] of request requests[i]. As a
+    sequence it makes each when it is asked for."""
+
+    __slots__ = ("bounds", "items", "requests", "strategies")
+
+    def __init__(
+        self, requests: Sequence[int], items: Sequence[int], bounds: Sequence[int], strategies: Sequence[Strategy]
+    ) -> None:
+        self.requests, self.items, self.bounds, self.strategies = requests, items, bounds, strategies
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Share: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Share]: ...
+
+    def __getitem__(self, index: int | slice) -> Share | list[Share]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        return Share(self.requests[i], self.items[i], self.bounds[i], self.bounds[i + 1], self.strategies[i])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """One forward pass as plain arrays. T rows are computed, R of them are read.
@@ -255,7 +282,7 @@ class PackedBatch:
     read_indptr: Ints
     read_ids: Ints
     normalize: NDArray[np.bool_]
-    shares: tuple[Share, ...]
+    shares: Shares
     pages: tuple[Ints | None, ...]
     packed_rows: int
 

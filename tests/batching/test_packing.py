@@ -76,6 +76,8 @@ def test_unpack_inverts_pack(given_groups):
             assert got.strategy is strategy
             assert (got.lse is not None) == (group.request.normalize and len(one.read_offsets) > 0)
     assert batch.leaf_strategies == tuple(share.strategy for share in batch.shares)
+    assert batch.shares[1:] == list(batch.shares)[1:]
+    assert batch.shares[-1] == list(batch.shares)[-1]
     layout = batch.layout
     read = (layout.parent, layout.length, layout.cached, batch.input_ids, batch.read_indptr, batch.read_ids)
     assert {part.dtype for part in read} == {np.dtype(np.int32)}, "what kernels read"
@@ -222,7 +224,7 @@ def test_an_item_of_a_pass_is_a_pass_of_its_own(given_groups):
         assert one.read_indptr.tolist() == [item_.read_ids.shape[1] * n for n in range(len(reads) + 1)]
         assert one.read_ids.tolist() == item_.read_ids.ravel().tolist()
         assert one.normalize.tolist() == [asked.normalize] * len(reads)
-        assert one.shares == (share._replace(first=0, last=len(reads), strategy=Strategy.DIRECT_RAGGED),)
+        assert list(one.shares) == [share._replace(first=0, last=len(reads), strategy=Strategy.DIRECT_RAGGED)]
         assert one.leaf_strategies == (Strategy.DIRECT_RAGGED,)
         assert len(one.pages) == len(path)
         assert all(kept is batch.pages[segment] for kept, segment in zip(one.pages, path, strict=True))
