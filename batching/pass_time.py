@@ -6,10 +6,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 FIRST_RATE = 2000.0  # tokens/s that the device is taken to compute until it has shown its own rate
 PRIOR_WEIGHT = 0.05  # of that belief beside one measured pass
@@ -17,6 +15,8 @@ KNOWN_PASSES = 4  # measured passes from which on a prediction may refuse a call
 REMEMBERED = 64  # passes
 MARGIN_QUANTILE = 0.9
 MOST_MARGIN = 2.0  # or passes that compile something would have everyone refused for a while
+
+Coefficients = tuple[float, float, float]  # seconds: a pass, a token, a pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +72,32 @@ class PassTime(Protocol):
 
 
 class FittedPassTime:
-    """seconds = fixed + a * tokens + b * pairs, by least squares over the last passes, no coefficient below zero."""
+    """seconds = fixed + a * tokens + b * pairs, by least squares over the last passes, no coefficient below zero.
+
+    In plain floats: callers wait for the loop that does this after every pass, and where other work has had the
+    processor's caches, a library's solver for three unknowns takes three times as long.
+    """
 
     def __init__(self, rate: float = FIRST_RATE) -> None:
-        self._prior = np.array([1e-3, 1.0 / rate, 1e-5 / rate])
-        # (1, tokens, pairs) of each pass, divided by what it took: relative errors are what counts.
-        self._rows = np.zeros((REMEMBERED, 3))
-        self._learned = 0
+        self._prior: Coefficients = (1e-3, 1.0 / rate, 1e-5 / rate)
+        # 1, tokens and pairs of each pass, divided by what it took: relative errors are what counts.
+        self._columns = [deque[float](maxlen=REMEMBERED) for _ in self._prior]
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._fit = self._prior
         self.margin = 1.0
 
     @property
     def known(self) -> bool:
-        return self._learned >= KNOWN_PASSES
+        return len(self._columns[0]) >= KNOWN_PASSES
 
     def seconds(self, work: Work) -> float:
         """Of one pass with this work."""
-        return float(self._fit @ (1.0, work.tokens, work.pairs))
+        fixed, a, b = self._fit
+        return fixed + a * work.tokens + b * work.pairs
 
     def share(self, work: Work, pass_tokens: int) -> float:
         fixed, a, b = self._fit
-        return float(fixed * work.tokens / pass_tokens + a * work.tokens + b * work.pairs)
+        return fixed * work.tokens / pass_tokens + a * work.tokens + b * work.pairs
 
     def learn(self, work: Work, seconds: float) -> None:
         if seconds <= 0 or work.tokens <= 0:
@@ -102,21 +106,39 @@ class FittedPassTime:
             self._ratios.append(seconds / max(self.seconds(work), 1e-9))
             rank = math.ceil(MARGIN_QUANTILE * len(self._ratios)) - 1
             self.margin = min(max(1.0, sorted(self._ratios)[rank]), MOST_MARGIN)
-        row = np.array((1.0, work.tokens, work.pairs)) / seconds
-        self._rows[self._learned % REMEMBERED] = row
-        self._learned += 1
-        self._fit = self._fitted(self._prior / max(float(self._prior @ row), 1e-12))
+        row = 1.0 / seconds, work.tokens / seconds, work.pairs / seconds
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+        speed = max(sum(map(mul, self._prior, row)), 1e-12)
+        self._fit = self._fitted([value / speed for value in self._prior])
 
-    def _fitted(self, prior: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _fitted(self, prior: Sequence[float]) -> Coefficients:
         """prior: the coefficients taken for true before anything was measured, at the speed of the last pass."""
-        rows = self._rows[: min(self._learned, REMEMBERED)]
-        scale = np.maximum(rows.max(axis=0), 1e-12)
-        products = rows.T @ rows / np.outer(scale, scale) + PRIOR_WEIGHT * np.eye(3)
-        target = rows.sum(axis=0) / scale + PRIOR_WEIGHT * prior * scale
-        free = np.arange(3)
+        columns, scale = self._columns, [max(1e-12, *column) for column in self._columns]
+        products = [[0.0] * 3 for _ in range(3)]
+        for i, j in ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)):
+            products[i][j] = products[j][i] = sum(map(mul, columns[i], columns[j])) / (scale[i] * scale[j])
+        for i in range(3):
+            products[i][i] += PRIOR_WEIGHT
+        target = [sum(columns[i]) / scale[i] + PRIOR_WEIGHT * prior[i] * scale[i] for i in range(3)]
+        free = [0, 1, 2]
         while True:
-            fit = np.zeros(3)
-            fit[free] = np.linalg.solve(products[np.ix_(free, free)], target[free]) / scale[free]
-            if (fit >= 0).all():
-                return fit
-            free = np.flatnonzero(fit > 0)
+            found = dict(zip(free, solved([[products[i][j] for j in free] + [target[i]] for i in free]), strict=True))
+            fixed, a, b = (found.get(i, 0.0) / scale[i] for i in range(3))
+            if min(fixed, a, b) >= 0:
+                return fixed, a, b
+            free = [i for i in free if found[i] > 0]
+
+
+def solved(rows: list[list[float]]) -> list[float]:
+    """x where each row says sum(row[i] * x[i]) = row[-1], of a positive definite matrix, which needs no pivots. The
+    rows are used up."""
+    for i, row in enumerate(rows):
+        for below in rows[i + 1 :]:
+            factor = below[i] / row[i]
+            below[i:] = [b - factor * a for a, b in zip(row[i:], below[i:], strict=True)]
+    found: list[float] = []
+    for i in reversed(range(len(rows))):
+        known = sum(map(mul, rows[i][i + 1 :], found))
+        found.insert(0, (rows[i][-1] - known) / rows[i][i])
+    return found

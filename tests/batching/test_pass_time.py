@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batching.pass_time import KNOWN_PASSES, MOST_MARGIN, PRIOR_WEIGHT, REMEMBERED, FittedPassTime, Work
+from batching.pass_time import KNOWN_PASSES, MOST_MARGIN, PRIOR_WEIGHT, REMEMBERED, FittedPassTime, Work, solved
 from batching.window import MAX_SECONDS, Window
 
 
@@ -178,7 +178,7 @@ def test_the_margin_is_that_of_nine_passes_in_ten():
         made.learn(Work(1000, 0.0), predicted * (1.0 + n / 10))
     assert made.margin == pytest.approx(1.8)
     made.learn(Work(1, 0.0), 1.0)
-    assert made._learned == KNOWN_PASSES + 11, "one token is a pass, too"
+    assert len(made._columns[0]) == KNOWN_PASSES + 11, "one token is a pass, too"
 
 
 def test_one_pass_scales_the_first_belief():
@@ -222,3 +222,12 @@ def test_old_surprises_are_forgotten():
     for _ in range(2 * REMEMBERED):
         made.learn(Work(1000, 0.0), 0.01)
     assert made.margin < 1.05
+
+
+@given(st.integers(1, 3), st.lists(st.floats(-1, 1), min_size=12, max_size=12), st.floats(0.01, 10))
+def test_small_systems_are_solved(size, numbers, ridge):
+    """Those of the fit: products of columns, with something added on the diagonal."""
+    columns = np.array(numbers[: 3 * size]).reshape(3, size)
+    products, target = columns.T @ columns + ridge * np.eye(size), np.array(numbers[9 : 9 + size])
+    found = solved([[*row, wanted] for row, wanted in zip(products.tolist(), target.tolist(), strict=True)])
+    assert found == pytest.approx(np.linalg.solve(products, target), rel=1e-9, abs=1e-9)
