@@ -124,8 +124,8 @@ def test_items_by_column_are_the_items_that_were_given(given_items, data):
     assert taken.keys == [made.keys[i] for i in some]
     first, last = data.draw(st.integers(-7, 7)), data.draw(st.integers(-7, 7))
     assert all(map(same, made[first:last], wanted[first:last]))
-    for one, own in zip(given_items, made.keys, strict=True):
-        for other, its in zip(given_items, made.keys, strict=True):
+    for one, own in zip(wanted, made.keys, strict=True):
+        for other, its in zip(wanted, made.keys, strict=True):
             assert (own == its) == (one.read_ids.shape == other.read_ids.shape and same(one, other))
 
 
