@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from attention.layout import Ints
 from attention.plans import Strategy
@@ -14,6 +13,9 @@ from batching.runs import Chain, Lease
 from batching.scheduler import Ticket
 from batching.select import Choice
 from batching.types import RequestScores, Scored, TokenizedRequest
+
+# What items stand behind, and all that their scores depend on beside themselves: prefix, salt, normalize, strategy.
+Name = tuple[bytes, bytes, bool, Strategy | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +42,7 @@ class Behind:
     wanted  else what they want, by key
     """
 
-    name: bytes
+    name: Name
     jobs: dict[Job, None] = field(default_factory=dict)
     wanted: dict[bytes, Wanted] | None = None
 
@@ -257,7 +259,7 @@ class InFlight:
     """What is wanted, by what it stands behind."""
 
     def __init__(self) -> None:
-        self._behind: dict[bytes, Behind] = {}
+        self._behind: dict[Name, Behind] = {}
 
     def __len__(self) -> int:
         """Distinct items."""
@@ -292,8 +294,5 @@ class InFlight:
             del self._behind[behind.name]
 
 
-def _name(job: Job) -> bytes:
-    """Of what its items stand behind, and all that their scores depend on beside themselves."""
-    name = blake2b(job.request.prefix.tobytes(), digest_size=16)
-    name.update(f"{job.chain.salt!r}{job.request.normalize}{job.request.strategy}".encode())
-    return name.digest()
+def _name(job: Job) -> Name:
+    return job.chain.ids, job.chain.salt, job.request.normalize, job.request.strategy

@@ -44,10 +44,11 @@ class Group:
 
 def fold(items: Items) -> tuple[Items, Ints]:
     """Each distinct item once, and for every item given the place of its equal: equal documents get equal bits."""
+    keys = items.keys
+    if len(set(keys)) == len(keys):
+        return items, np.arange(len(keys), dtype=np.int32)
     places: dict[bytes, int] = {}
-    index = np.array([places.setdefault(key, len(places)) for key in items.keys], np.int32)
-    if len(places) == len(items):
-        return items, index
+    index = np.array([places.setdefault(key, len(places)) for key in keys], np.int32)
     return items.take(np.unique(index, return_index=True)[1].tolist()), index
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS
-from batching.types import Ints
+from batching.types import NONE, Ints
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import Body
 from scorer.encoder import Encoded, Encoder, Part
@@ -44,6 +44,37 @@ class Read(NamedTuple):
     truncated: bool = False
 
 
+class Reads(NamedTuple):
+    """The verdicts on all documents of a request, by column.
+
+    ids      [T]  of the items of those that are scored, one after the other
+    lengths       tokens of each; 0 where it is not scored
+    """
+
+    statuses: Sequence[Status]
+    messages: Sequence[str]
+    ids: Ints
+    lengths: Sequence[int]
+    targets: Sequence[int]
+    document_tokens: Sequence[int]
+    original_document_tokens: Sequence[int]
+    truncated: Sequence[bool]
+
+    @classmethod
+    def of(cls, reads: Sequence[Read]) -> Reads:
+        """Of one or more."""
+        statuses, messages, own, *others = zip(*reads, strict=True)
+        ids = np.concatenate([NONE, *[one for one in own if one is not None]])
+        return cls(statuses, messages, ids, [0 if one is None else len(one) for one in own], *others)
+
+    @classmethod
+    def all_whole(cls, ids: Ints, lengths: Sequence[int]) -> Reads:
+        """Of documents that are whole items, none of which is refused."""
+        count = len(lengths)
+        nothing, uncut = [0] * count, [False] * count
+        return cls([Status.OK] * count, [""] * count, ids, lengths, nothing, lengths, lengths, uncut)
+
+
 class Documents:
     """Reads the documents of one profile."""
 
@@ -57,22 +88,21 @@ class Documents:
 
     def read(
         self, given: Given, options: pb.ScoreOptions, cutting: Cutting, room: int, tail: Tail, bad: Violations
-    ) -> list[Read]:
+    ) -> Reads:
         """A verdict on each of the request's documents. room: how many tokens an item may have."""
-        if given.contents.count("token_ids") == len(given.contents):
-            made = self._read_ids(given.documents, given.targets, room)
-        else:
-            made = self._read_any(given, cutting, room, tail)
-        for index, target in enumerate(given.targets if any(given.targets) else ()):
-            ids = made[index].ids
-            if ids is not None and target >= len(ids):
-                bad.add(f"documents[{index}].target_tokens", f"fewer than the item's {len(ids)} tokens", target)
-        if options.strategy in _ITEM_LIMITED:
-            made = [_within_strategy(read, options.strategy) for read in made]
-        return made
+        limited = options.strategy in _ITEM_LIMITED
+        if given.contents.count("token_ids") == len(given.contents) and not any(given.targets):
+            ids, lengths = _joined(given.documents)
+            most = min(room, MAX_ITEM_TOKENS) if limited else room
+            if 0 < min(lengths) <= max(lengths) <= most and int(ids.max()) < self._vocabulary_size:
+                return Reads.all_whole(ids.astype(np.int32), lengths)
+        made = self._read_each(given, cutting, room, tail)
+        for index, (read, target) in enumerate(zip(made, given.targets, strict=True)):
+            if read.ids is not None and target >= len(read.ids):
+                bad.add(f"documents[{index}].target_tokens", f"fewer than the item's {len(read.ids)} tokens", target)
+        return Reads.of([_within_strategy(read, options.strategy) for read in made] if limited else made)
 
-    def _read_any(self, given: Given, cutting: Cutting, room: int, tail: Tail) -> list[Read]:
-        """Of documents of which some are text."""
+    def _read_each(self, given: Given, cutting: Cutting, room: int, tail: Tail) -> list[Read]:
         reads: dict[int, Read] = {}
         texts: dict[int, str] = {}
         raw: dict[int, str] = {}
@@ -99,32 +129,23 @@ class Documents:
         return [reads[index] for index in range(len(given.documents))]
 
     def _read_ids(self, documents: Sequence[pb.Document], targets: Sequence[int], room: int) -> list[Read]:
-        """The documents given as ids, checked and narrowed all at once."""
-        parts = [document.token_ids.ids for document in documents]
-        together = pb.TokenIds().ids  # one field makes an array many times as fast as many do
-        for part in parts:
-            together.extend(part)
-        given, lengths = np.asarray(together, np.uint32), list(map(len, parts))
-        ends = np.cumsum(lengths).tolist()
-        narrow = given.astype(np.int32)
-        own = [narrow[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-        beyond = bool(given.size) and int(given.max()) >= self._vocabulary_size
-        if not beyond and lengths and 0 < min(lengths) <= max(lengths) <= room:
-            return list(map(Read, repeat(Status.OK), repeat(""), own, targets, lengths, lengths))
-        reads = []
-        for ids, target, end, length in zip(own, targets, ends, lengths, strict=True):
-            highest = int(given[end - length : end].max()) if length and beyond else 0
-            if highest >= self._vocabulary_size:
-                reads.append(Read(Status.INVALID, f"token id {highest} is not below {self._vocabulary_size}"))
-            else:
-                reads.append(_whole(ids, target, room))
+        """The documents given as ids."""
+        given, lengths = _joined(documents)
+        reads, begin = [], 0
+        for target, length in zip(targets, lengths, strict=True):
+            reads.append(self._whole(given[begin : begin + length], target, room))
+            begin += length
         return reads
 
-    def _whole(self, ids: Ints, targets: int, room: int) -> Read:
+    def _whole(self, ids: Ints | NDArray[np.uint32], targets: int, room: int) -> Read:
         """A document that is the whole item already."""
         if len(ids) and (highest := int(ids.max())) >= self._vocabulary_size:
             return Read(Status.INVALID, f"token id {highest} is not below {self._vocabulary_size}")
-        return _whole(ids, targets, room)
+        if not len(ids):
+            return Read(Status.EMPTY, "the document has no tokens")
+        if len(ids) > room:
+            return _too_long(len(ids), room, "a document given as the whole item is never cut")
+        return Read(Status.OK, "", ids.astype(np.int32), targets, len(ids), len(ids))
 
     def read_texts(self, texts: Sequence[str], cutting: Cutting, room: int, tail: Tail) -> list[Read]:
         """The same for documents given as text, which the profile's template goes around."""
@@ -157,13 +178,13 @@ class Documents:
         return Read(Status.OK, "", ids, tail.targets, own, original, truncated)
 
 
-def _whole(ids: Ints, targets: int, room: int) -> Read:
-    """A document of ids that the vocabulary has."""
-    if not len(ids):
-        return Read(Status.EMPTY, "the document has no tokens")
-    if len(ids) > room:
-        return _too_long(len(ids), room, "a document given as the whole item is never cut")
-    return Read(Status.OK, "", ids, targets, len(ids), len(ids))
+def _joined(documents: Sequence[pb.Document]) -> tuple[NDArray[np.uint32], list[int]]:
+    """The ids of documents given as such, one after the other, and how many each has."""
+    parts = [document.token_ids.ids for document in documents]
+    ids = pb.TokenIds().ids  # from one field an array is made many times as fast as from many
+    for part in parts:
+        ids.extend(part)
+    return np.asarray(ids, np.uint32), list(map(len, parts))
 
 
 def _too_long(tokens: int, limit: int, why: str) -> Read:

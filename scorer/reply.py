@@ -54,7 +54,7 @@ def _fill(
     """The results where every document has its log-odds. What most have in common is copied within the library."""
     common = pb.DocumentResult(status=pb.DOCUMENT_STATUS_OK, score_kind=score_kind)
     response.results.extend([common] * len(documents))
-    numbered = enumerate(zip(response.results, documents, scored, odds, strict=True))
+    numbered = enumerate(zip(response.results[:], documents, scored, odds, strict=True))
     for index, (result, document, one, score) in numbered:
         assert one is not None, "it has log-odds"
         result.index = index

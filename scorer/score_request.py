@@ -65,10 +65,11 @@ async def score_request(
     scores = None if tokenized.request is None else await _submit(submit, tokenized.request, deadline)
     by_document = None if scores is None else per_document(tokenized, scores)
     whole = document_results(request, tokenized, by_document, runtime.profile.kind)
+    results = whole.results[:]  # as objects, which would otherwise be made anew by each who looks at them
     response = score_response(request, runtime, tokenized, by_document, whole)
     response.timings.tokenize_seconds = tokenize_seconds
     response.timings.total_seconds = time.perf_counter() - started
-    return Answered(response, whole.results, tokenized.request, scores)
+    return Answered(response, results, tokenized.request, scores)
 
 
 async def _on_thread(

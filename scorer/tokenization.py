@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from attention.layout import ranges
 from attention.plans import Strategy
 from batching.select import DENSE_TOKENS
-from batching.types import NONE, Ints, Item, Items, TokenizedRequest
+from batching.types import Ints, Items, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import body_of
 from scorer.config import Limits
-from scorer.documents import Documents, Read, Tail
+from scorer.documents import Documents, Reads, Tail
 from scorer.encoder import Encoder, Run, ints
 from scorer.errors import ModelError, ProfileError
 from scorer.labels import Labels
@@ -117,7 +118,7 @@ class Tokenization:
         cutting = Cutting(asked or self._limits.default_tokens_per_document, request.options.truncation)
         room = self._limits.max_context_tokens - len(prefix)
         reads = self._documents.read(given, request.options, cutting, room, tail, bad)
-        total = len(prefix) + sum(len(read.ids) for read in reads if read.ids is not None)
+        total = len(prefix) + len(reads.ids)
         if total > self._limits.max_request_tokens:
             bad.add("documents", f"at most {self._limits.max_request_tokens} tokens in all, prefix included", total)
         if self._profile.listwise and total > self._limits.max_context_tokens:
@@ -240,15 +241,19 @@ class Tokenization:
         return Tail(ids, encoded.tokens_behind(len(last.text({QUERY: ""}))))
 
     def _assembled(
-        self, request: pb.ScoreRequest, ids: Sequence[str], labels: tuple[Label, ...], prefix: Ints, reads: list[Read]
+        self, request: pb.ScoreRequest, ids: Sequence[str], labels: tuple[Label, ...], prefix: Ints, reads: Reads
     ) -> Tokenized:
-        statuses, messages, own, targets, tokens, originals, truncated = zip(*reads, strict=True)
-        lengths = [0 if one is None else len(one) for one in own]
+        statuses, messages, own, lengths, targets, tokens, originals, truncated = reads
         numbers = count()
-        places = [None if one is None else next(numbers) for one in own]
+        places = [next(numbers) if length else None for length in lengths]
         documents = tuple(map(DocumentTokens, ids, statuses, messages, lengths, tokens, originals, truncated, places))
-        label_ids = ints([label.token_id for label in labels])
-        items = _items([(one, target) for one, target in zip(own, targets, strict=True) if one is not None], label_ids)
+        scored = ints([length for length in lengths if length])
+        if any(targets):
+            items = _predicted(
+                own, scored, ints([target for target, place in zip(targets, places, strict=True) if place is not None])
+            )
+        else:
+            items = Items.read_at_end(own, scored, ints([label.token_id for label in labels]))
         listwise = self._profile.listwise
         tokenized = TokenizedRequest(
             prefix=prefix,
@@ -300,21 +305,18 @@ class Tokenization:
             )
 
 
-def _items(given: Sequence[tuple[Ints, int]], label_ids: Ints) -> Items:
-    """Of ids and the number of their targets. Without targets an item is read at its end, for the labels."""
-    if any(targets for _, targets in given):
-        return Items.of(_predicted(ids, targets) if targets else _labelled(ids, label_ids) for ids, targets in given)
-    lengths = ints([len(ids) for ids, _ in given])
-    return Items.read_at_end(np.concatenate([NONE, *[ids for ids, _ in given]]), lengths, label_ids)
-
-
-def _labelled(ids: Ints, label_ids: Ints) -> Item:
-    return Item(ids, ints([len(ids) - 1]), label_ids[None])
-
-
-def _predicted(ids: Ints, targets: int) -> Item:
-    """Reads each target token at its predecessor."""
-    return Item(ids, np.arange(len(ids) - targets - 1, len(ids) - 1, dtype=np.int32), ids[len(ids) - targets :, None])
+def _predicted(ids: Ints, lengths: Ints, targets: Ints) -> Items:
+    """Reads each target, of an item's last tokens, at its predecessor; an item without any at its end, for nothing."""
+    reads = np.maximum(targets, 1)
+    offsets = ranges(lengths - targets - 1, reads)
+    return Items(
+        ids,
+        lengths,
+        reads,
+        offsets,
+        np.repeat(np.minimum(targets, 1), reads),
+        ids[ranges(np.cumsum(lengths) - targets, targets)],
+    )
 
 
 def _chained(items: Items) -> Items:

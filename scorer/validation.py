@@ -13,6 +13,7 @@ from scorer.config import Limits
 from scorer.errors import InvalidRequest, Violation
 from scorer.profile import Profile
 
+_STRATEGIES, _TRUNCATIONS, _PRIORITIES = map(frozenset, (e.values() for e in (pb.Strategy, pb.Truncation, pb.Priority)))
 SHOWN_CHARACTERS = 80  # of a user's text in a message
 
 
@@ -106,9 +107,9 @@ def check_options(request: pb.ScoreRequest, profile: Profile, limits: Limits, ba
     """That the enums are known, no document may be longer than the profile allows, and the outputs exist."""
     options = request.options
     for field, value, known in (
-        ("options.strategy", options.strategy, pb.Strategy.values()),
-        ("options.truncation", options.truncation, pb.Truncation.values()),
-        ("priority", request.priority, pb.Priority.values()),
+        ("options.strategy", options.strategy, _STRATEGIES),
+        ("options.truncation", options.truncation, _TRUNCATIONS),
+        ("priority", request.priority, _PRIORITIES),
     ):
         if value not in known:
             bad.add(field, f"between {min(known)} and {max(known)}", value)
