@@ -148,7 +148,7 @@ def _serve(args: argparse.Namespace) -> int:
         from scorer.ranks import run
 
         return _ended(run(config, serve), at_once=True)
-    return _ended(wakeful.run(serve(config), config.awake_seconds))
+    return _ended(wakeful.run(serve(config)))
 
 
 def _ended(code: int, at_once: bool = False) -> int:

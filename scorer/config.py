@@ -90,8 +90,12 @@ class Config(BaseModel):
         "auto", description="of standard error; auto: text on a terminal, JSON elsewhere"
     )
     drain_seconds: float = Field(30.0, ge=0, description="how long SIGTERM waits for accepted calls")
-    awake_seconds: float = Field(
-        0.0, ge=0, le=60, description="how long after an event the server naps and does not sleep; 0: it sleeps at once"
+    awake_seconds: float | None = Field(
+        None,
+        ge=0,
+        le=60,
+        description="how long after an event the server naps and does not sleep, for a tenth of a core; 0: it sleeps "
+        "at once, None: 0.05 with a GPU, 0 on a CPU",
     )
 
     max_documents: int = Field(2000, ge=1, description="documents of one request; more is refused")

@@ -79,10 +79,10 @@ def run(config: Config, serve: Callable[..., Coroutine[Any, Any, int]]) -> int:
             from scorer.follower import follow
 
             return follow(config, place)
-        return wakeful.run(serve(config, load), config.awake_seconds)
+        return wakeful.run(serve(config, load))
     with Ranks(config, config.tensor_parallel) as ranks:
         place = ranks.place
-        return wakeful.run(serve(config, load, lost=ranks.lost), config.awake_seconds)
+        return wakeful.run(serve(config, load, lost=ranks.lost))
 
 
 def _started(config: Config, place: Place, command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -22,6 +22,7 @@ from scorer.errors import StartError
 from scorer.garbage import keep_loaded
 from scorer.listen import HEALTH, SERVICE, Addresses, Listening, listen
 from scorer.threads import on_daemon
+from scorer.wakeful import stay_awake
 
 if TYPE_CHECKING:
     from scorer.place import Place
@@ -41,6 +42,8 @@ FAILED_SECONDS = 5.0
 BLAME_SECONDS = 1.0  # in which a process that is gone is noticed
 # After so long a thread that tokenizes or packs lets the loop have its turn; Python's own choice is ten times that.
 SWITCH_SECONDS = 0.0005
+# Beside an H200, by turns, a call alone took 1 to 11 % less (shapes of 512 to 8,192 tokens before 32 to 128 items).
+GPU_AWAKE_SECONDS = 0.05
 
 
 def load_runtime(config: Config, place: Place | None = None) -> Runtime:
@@ -100,6 +103,7 @@ class _Server:
             return 0
         self.at.service.serve(runtime)
         keep_loaded()
+        stay_awake(_awake_seconds(config, runtime))
         await self.at.set_health(SERVING)
         log.info("listening %s", self.at.addresses)
         ready(self.at.addresses)
@@ -154,6 +158,13 @@ class _Server:
         # Callers hear UNAVAILABLE and go elsewhere; of a call that comes as gRPC closes they would hear CANCELLED.
         await self.at.service.calls.quiet(QUIET_SECONDS, LINGER_SECONDS)
         return self.at.service.calls.in_flight == 0
+
+
+def _awake_seconds(config: Config, runtime: Runtime) -> float:
+    """On a CPU the model itself needs the processors."""
+    if config.awake_seconds is not None:
+        return config.awake_seconds
+    return GPU_AWAKE_SECONDS if runtime.info.device.startswith("cuda") else 0.0
 
 
 class _stop_signals:  # noqa: N801  used as a context manager, by its verb

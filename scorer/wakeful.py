@@ -23,9 +23,9 @@ FEW_FILES = 1024  # descriptors beyond it select does not take
 class WakefulSelector(selectors.DefaultSelector):
     """The platform's selector; naps for `awake` seconds after an event, in place of sleeping until the next."""
 
-    def __init__(self, awake: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, awake: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._awake = awake
+        self.awake = awake
         self._clock = clock
         self._until = clock() + awake
 
@@ -35,13 +35,13 @@ class WakefulSelector(selectors.DefaultSelector):
         end = None if timeout is None else now + timeout
         while now < self._until and (end is None or now < end):
             if found := super().select(0):
-                self._until = now + self._awake
+                self._until = now + self.awake
                 return found
             self.nap()
             now = self._clock()
         found = super().select(None if end is None else max(0.0, end - now))
         if found:
-            self._until = self._clock() + self._awake
+            self._until = self._clock() + self.awake
         return found
 
     def nap(self) -> None:
@@ -52,9 +52,25 @@ class WakefulSelector(selectors.DefaultSelector):
             time.sleep(NAP_SECONDS)
 
 
-def run(main: Coroutine[Any, Any, T], awake: float) -> T:
-    """asyncio.run, on a loop that stays awake for so many seconds after an event; 0: on a usual one."""
-    if not awake:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(WakefulSelector(awake))) as runner:
+class WakefulLoop(asyncio.SelectorEventLoop):
+    """One that sleeps as usual until it is told to stay awake."""
+
+    def __init__(self) -> None:
+        self._own = WakefulSelector()
+        super().__init__(self._own)
+
+    def stay_awake(self, seconds: float) -> None:
+        """From now on, for so long after each event; 0: it sleeps at once."""
+        self._own.awake = seconds
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, on a loop that can stay awake."""
+    with asyncio.Runner(loop_factory=WakefulLoop) as runner:
         return runner.run(main)
+
+
+def stay_awake(seconds: float) -> None:
+    """Tells the running loop, where it is one that can."""
+    if isinstance(loop := asyncio.get_running_loop(), WakefulLoop):
+        loop.stay_awake(seconds)

@@ -17,11 +17,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from scorer import wakeful
 from scorer.client import AsyncScorerClient, ScorerError
 from scorer.config import Config
 from scorer.demo import LOOPBACK_OPTIONS, Server
 from scorer.errors import ModelError
-from scorer.server import HEALTH, SERVICE, serve
+from scorer.server import GPU_AWAKE_SECONDS, HEALTH, SERVICE, serve
+from scorer.wakeful import WakefulLoop
 from tests.scorer.test_service import FakeRuntime, until
 from tests.tiny import tiny_model_dir
 
@@ -102,6 +104,29 @@ def test_it_serves_until_told_to_stop_and_exits_with_zero():
             assert life.runtime.batcher.drained
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "seconds"),
+    [
+        ("cpu", {}, 0.0),
+        ("cuda:1", {}, GPU_AWAKE_SECONDS),
+        ("cuda", {"awake_seconds": 0}, 0.0),
+        ("cpu", {"awake_seconds": 2}, 2.0),
+    ],
+)
+def test_it_stays_awake_between_calls_where_a_gpu_computes_and_as_it_is_told(device, settings, seconds, monkeypatch):
+    told = []
+    monkeypatch.setattr(WakefulLoop, "stay_awake", lambda self, seconds: told.append(seconds))
+
+    async def scenario():
+        runtime = FakeRuntime()
+        runtime.info.device = device
+        async with Life(runtime, **settings) as life:
+            await life.listening()
+
+    wakeful.run(scenario())
+    assert told == [seconds]
 
 
 def test_while_loading_it_listens_is_not_serving_and_scores_nothing(caplog):

@@ -99,6 +99,7 @@ def test_it_naps_where_the_process_has_very_many_files(pair, monkeypatch):
 def test_a_loop_of_it_keeps_timers_threads_and_sockets(awake):
     async def main():
         loop = asyncio.get_running_loop()
+        wakeful.stay_awake(awake)
         one, other = socket.socketpair()
         with one, other:
             one.setblocking(False)
@@ -112,7 +113,7 @@ def test_a_loop_of_it_keeps_timers_threads_and_sockets(awake):
             await asyncio.sleep(0.06)
         return sorted(order), order.index("sooner") < order.index("later")
 
-    assert wakeful.run(main(), awake) == (["hello", "later", "sooner"], True)
+    assert wakeful.run(main()) == (["hello", "later", "sooner"], True)
 
 
 def test_what_it_runs_may_fail():
@@ -120,4 +121,11 @@ def test_what_it_runs_may_fail():
         raise KeyError("the reason")
 
     with pytest.raises(KeyError, match="the reason"):
-        wakeful.run(main(), 0.01)
+        wakeful.run(main())
+
+
+def test_another_loop_is_left_as_it_is():
+    async def main():
+        wakeful.stay_awake(1.0)
+
+    asyncio.run(main())
