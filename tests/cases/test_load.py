@@ -101,7 +101,8 @@ def test_a_deadline_shorter_than_the_queue_costs_the_device_nothing(directory, t
             return caught.value.code, server.metric("computed_tokens_total") - computed
 
         code, computed = server.runner.run(scenario())
-        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        # Refused at once where it arrives within its half millisecond.
+        assert code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert computed == 0
 
 
