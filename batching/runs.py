@@ -157,6 +157,15 @@ class Lease:
             run = run.parent
         return runs[::-1]
 
+    def behind(self, tokens: int) -> list[Run]:
+        """Its runs from so many leading tokens on."""
+        return [run for run in self.runs if run.begin * self.chain.page_size >= tokens]
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether a pass that failed may have spoiled some of its pages since."""
+        return self.last is not None and not self.last.indexed  # what continues a withdrawn run is withdrawn with it
+
     @property
     def blocks(self) -> int:
         return self.last.end if self.last is not None else 0
