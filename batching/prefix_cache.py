@@ -73,14 +73,17 @@ class PrefixCache:
 
     def _found(self, asked: Chain) -> tuple[Run | None, int]:
         """The last run that the prefix, or a beginning of it, goes through, and how many of the run's blocks."""
-        size = self._block_bytes
-        last, blocks, begin = None, 0, 0
-        at: Spot | bytes = asked.salt
-        while (run := self._runs.get((at, asked.ids[begin : begin + size]))) is not None:
-            last, blocks = run, equal_blocks(run.ids, asked.ids, begin, size)
-            if blocks < len(run.pages):
+        size, last = self._block_bytes, asked.whole
+        while last is not None and not last.indexed:
+            last = last.parent
+        blocks = len(last.pages) if last is not None else 0
+        while last is None or blocks == len(last.pages):
+            asked.whole = last
+            at, begin = (asked.salt, 0) if last is None else (last.spot, last.end * size)
+            run = self._runs.get((at, asked.ids[begin : begin + size]))
+            if run is None:
                 break
-            at, begin = run.spot, run.end * size
+            last, blocks = run, equal_blocks(run.ids, asked.ids, begin, size)
         return last, blocks
 
     def hit_blocks(self, asked: Chain) -> int:

@@ -25,17 +25,20 @@ class Spot:
     __slots__ = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Chain:
-    """A prefix as the cache knows it.
+    """A prefix as the cache knows it: one cache, in which it remembers its place.
 
-    salt  who may share it
-    ids   its token ids, as bytes
+    salt   who may share it
+    ids    its token ids, as bytes
+    whole  the last run of which all was found in it: the next look begins there. A run that is indexed stands behind
+           the same tokens as ever and has the same, but for those at its end, which may be evicted
     """
 
     salt: bytes
     ids: bytes
     page_size: int
+    whole: Run | None = None
 
     @property
     def tokens(self) -> int:

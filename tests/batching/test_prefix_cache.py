@@ -72,6 +72,7 @@ class Machine(RuleBasedStateMachine):
         self.content = {}  # page -> the tokens of the prefix up to its end, as written; None: spoiled
         self.now = 0.0
         self.running = []
+        self.asked = {}  # a prefix -> the chain by which it is looked up again
         self.live = []  # leases that nobody has released
         self.pinned = {}
 
@@ -105,7 +106,7 @@ class Machine(RuleBasedStateMachine):
         made = []
         for n in range(together):
             own = tuple(tokens[: len(tokens) - n])
-            asked = chain(salt, ids(*own), PAGE)
+            asked = self.asked.setdefault((salt, own), chain(salt, ids(*own), PAGE))
             self.text[asked.keys] = own
             lease = self.cache.acquire(asked, self.now)
             for run, page, prefix in self.prefixes(asked, lease):
@@ -189,6 +190,11 @@ class Machine(RuleBasedStateMachine):
             assert len(run.pages) == -(-len(run.ids) // (PAGE * TOKEN_BYTES)) > 0
             assert run.children == sum(other.parent is run for other in self.cache.runs())
             assert run.written or run.users, "what nobody will write is not indexed"
+
+    @invariant()
+    def a_prefix_that_was_looked_up_before_is_found_as_a_new_one_is(self):
+        for (salt, own), asked in self.asked.items():
+            assert self.cache.hit(asked) == self.cache.hit(chain(salt, ids(*own), PAGE))
 
     @invariant()
     def what_is_pinned_stays(self):
