@@ -384,12 +384,16 @@ class Batcher:
         return parts
 
     def _drop_left(self, parts: Iterable[Part]) -> None:
-        """Lets go of the pages of those that ended, or whose callers went away while they ran."""
-        for part in parts:
-            if part.job.ticket not in self._jobs:
-                if self.ahead is not None and part.job.lease is not None:
-                    self.ahead.keep(part.job.lease)
-                self._composer.drop(part.job)
+        """Lets go of the pages of those that ended, or whose callers went away while they ran, and of pages that may be
+        spoiled; but not while another pass uses them."""
+        running = {part.job for part in self.passes.running}
+        for job in (part.job for part in parts if part.job not in running):
+            if job.ticket not in self._jobs:
+                if self.ahead is not None and job.lease is not None:
+                    self.ahead.keep(job.lease, self.passes.writing())
+                self._composer.drop(job)
+            elif job.lease is not None and job.lease.withdrawn:
+                self._composer.drop(job)
 
     def give_up(self, reason: str) -> None:
         """Nothing runs any more: whoever waits is told."""

@@ -76,7 +76,9 @@ class Composer:
         """Prefix tokens of a job that are indexed at the moment."""
         if job.naive:
             return 0
-        return job.lease.tokens if job.lease is not None else self.cache.hit(job.chain)
+        if job.lease is None or job.lease.withdrawn:
+            return self.cache.hit(job.chain)
+        return job.lease.tokens
 
     def _part(self, job: Job, budget: Budget, now: float) -> Part | None:
         prefix = len(job.request.prefix)
@@ -102,8 +104,8 @@ class Composer:
 
     def _lease(self, job: Job, now: float) -> int:
         """Holds the prefix's pages; returns how many of its tokens this part of the pass need not compute."""
-        if job.lease is not None and job.lease.tokens < len(job.request.prefix):
-            self.drop(job)  # there was no room for all of it: perhaps there is now
+        if job.whole is None:
+            self.drop(job)  # where there was no room for all of it, perhaps there is now
         if job.lease is not None:
             return job.lease.written
         job.lease = self.cache.acquire(job.chain, now)
@@ -113,16 +115,13 @@ class Composer:
 
     def finish(self, parts: Iterable[Part], sound: bool = True) -> None:
         """The pass has ended; unsound: what it wrote is not to be trusted."""
-        leases = [part.job.lease for part in parts if part.job.lease is not None]
+        leases = [(part.job.lease, part.group.cached) for part in parts if part.job.lease is not None]
         if not sound:
             self.cache.withdraw(leases)
+        for lease, _ in leases if sound else ():
+            self.cache.commit(lease)
         for part in parts:
             part.job.put_back(part.group.items)
-            if part.job.lease is not None:
-                if sound:
-                    self.cache.commit(part.job.lease)
-                elif part.job.lease.written < part.job.lease.tokens:
-                    self.drop(part.job)
 
     def drop(self, job: Job) -> None:
         """Lets go of a job's pages."""

@@ -176,10 +176,18 @@ class Job:
         return self.choice.strategies[0] is Strategy.NAIVE
 
     @property
+    def whole(self) -> Lease | None:
+        """Its lease, where that has pages for all of its prefix that no pass may have spoiled."""
+        lease = self.lease
+        if lease is None or lease.withdrawn or lease.tokens < len(self.request.prefix):
+            return None
+        return lease
+
+    @property
     def prefix_written(self) -> bool:
         """Whether another pass of its would find all of its prefix."""
         prefix = len(self.request.prefix)
-        return self.naive or not prefix or (self.lease is not None and self.lease.written == prefix)
+        return self.naive or not prefix or ((lease := self.whole) is not None and lease.written == prefix)
 
     def pay(self, item: int, sign: int = 1) -> None:
         """From now on this item is on this job's account; with -1 no more."""
@@ -215,8 +223,7 @@ class Job:
         """Whether its prefix is on its way into pages."""
         if self.fetching is not None and not self.fetching.done():
             return True
-        leased = self.lease is not None and self.lease.tokens == len(self.request.prefix)
-        return not leased and any(self.chain.keys[place : place + 1] == (key,) for place, key in filling)
+        return self.whole is None and any(self.chain.keys[place : place + 1] == (key,) for place, key in filling)
 
     def open_items(self) -> list[int]:
         """Items without a score that no pass computes at the moment."""

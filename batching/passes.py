@@ -16,6 +16,7 @@ from batching.observer import Observer
 from batching.packing import pack, unpack
 from batching.pass_time import Work
 from batching.prefix_cache import PrefixCache
+from batching.runs import Run
 from batching.scheduler import Scheduler
 from batching.types import PackedBatch, Reads, Scored
 from batching.window import Window
@@ -87,6 +88,11 @@ class Passes:
     def has(self, job: Job) -> bool:
         """Whether a part of it runs."""
         return any(part.job is job for part in self.running)
+
+    def writing(self) -> set[Run]:
+        """What the device writes at the moment, though another pass may have written the same already."""
+        leases = ((part.job.lease, part.group.cached) for part in self.running)
+        return {run for lease, read in leases if lease is not None for run in lease.behind(read)}
 
     def computing(self) -> dict[Job, Work]:
         """What the device computes of requests at the moment, beside what counts as cached."""

@@ -3,8 +3,8 @@
 A block is one page's worth of a prefix; it is found by its tokens and by what stands before it, so that equal
 beginnings are found whoever wrote them. The last block of a prefix may be partial, and nothing continues it. Blocks are
 indexed before they are computed (registered), so that requests of one pass share a prefix that is not written yet; a
-pass that fails withdraws what it registered. A block is evicted only where no one uses it and nothing continues it: the
-index always holds whole beginnings. Blocks that have all of this in common are kept as one run.
+pass that fails withdraws what it was to write. A block is evicted only where no one uses it and nothing continues it:
+the index always holds whole beginnings. Blocks that have all of this in common are kept as one run.
 """
 
 from __future__ import annotations
@@ -73,14 +73,17 @@ class PrefixCache:
 
     def _found(self, asked: Chain) -> tuple[Run | None, int]:
         """The last run that the prefix, or a beginning of it, goes through, and how many of the run's blocks."""
-        size = self._block_bytes
-        last, blocks, begin = None, 0, 0
-        at: Spot | bytes = asked.salt
-        while (run := self._runs.get((at, asked.ids[begin : begin + size]))) is not None:
-            last, blocks = run, equal_blocks(run.ids, asked.ids, begin, size)
-            if blocks < len(run.pages):
+        size, last = self._block_bytes, asked.whole
+        while last is not None and not last.indexed:
+            last = last.parent
+        blocks = len(last.pages) if last is not None else 0
+        while last is None or blocks == len(last.pages):
+            asked.whole = last
+            at, begin = (asked.salt, 0) if last is None else (last.spot, last.end * size)
+            run = self._runs.get((at, asked.ids[begin : begin + size]))
+            if run is None:
                 break
-            at, begin = run.spot, run.end * size
+            last, blocks = run, equal_blocks(run.ids, asked.ids, begin, size)
         return last, blocks
 
     def hit_blocks(self, asked: Chain) -> int:
@@ -183,19 +186,25 @@ class PrefixCache:
             run.written = True
             run = run.parent
 
-    def withdraw(self, leases: Iterable[Lease]) -> None:
-        """The pass failed: what it was to write is in no index any more, and is freed as its users let go.
+    def withdraw(self, failed: Iterable[tuple[Lease, int]]) -> None:
+        """The pass failed. failed: its leases, each with how many leading tokens it found written, and only read.
 
-        What another pass under way continues stays: that one writes it too.
+        What it was to write, and all that continues this, is in no index any more, and is freed as its users let go:
+        also where another pass computed the same at the same time and ended well, as either may have written last.
         """
-        pending = {run: None for lease in leases for run in lease.runs if not run.written}
-        for run in sorted(pending, key=lambda run: -run.end):
-            if run.indexed and not run.children:
-                self._withdraw(run)
+        spoiled = {run for lease, read in failed for run in lease.behind(read) if run.indexed}
+        if any(run.children for run in spoiled):
+            for run in sorted(self._runs.values(), key=lambda run: run.begin):
+                if run.parent in spoiled:
+                    spoiled.add(run)
+        for run in sorted(spoiled, key=lambda run: -run.begin):
+            self._withdraw(run)
 
     def _withdraw(self, run: Run) -> None:
         self._unindex(run)
         self.counts.withdrawn_blocks += len(run.pages)
+        if not run.users:
+            self._free(run.pages)
 
     def release(self, lease: Lease) -> None:
         """Lets go of the blocks. One that nobody holds and nobody wrote is withdrawn."""
@@ -204,12 +213,12 @@ class PrefixCache:
             assert run.users >= 0, "a lease is released once"
             if run.users:
                 continue
-            if run.indexed and not run.written:
-                self._withdraw(run)
-            if run.indexed:
+            if not run.indexed:
+                self._free(run.pages)
+            elif run.written:
                 self._order.push(run)
             else:
-                self._free(run.pages)
+                self._withdraw(run)
         lease.last = None
 
     def _unindex(self, run: Run) -> None:

@@ -25,17 +25,20 @@ class Spot:
     __slots__ = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Chain:
-    """A prefix as the cache knows it.
+    """A prefix as the cache knows it: one cache, in which it remembers its place.
 
-    salt  who may share it
-    ids   its token ids, as bytes
+    salt   who may share it
+    ids    its token ids, as bytes
+    whole  the last run of which all was found in it: the next look begins there. A run that is indexed stands behind
+           the same tokens as ever and has the same, but for those at its end, which may be evicted
     """
 
     salt: bytes
     ids: bytes
     page_size: int
+    whole: Run | None = None
 
     @property
     def tokens(self) -> int:
@@ -156,6 +159,15 @@ class Lease:
             runs.append(run)
             run = run.parent
         return runs[::-1]
+
+    def behind(self, tokens: int) -> list[Run]:
+        """Its runs from so many leading tokens on."""
+        return [run for run in self.runs if run.begin * self.chain.page_size >= tokens]
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether a pass that failed may have spoiled some of its pages since."""
+        return self.last is not None and not self.last.indexed  # what continues a withdrawn run is withdrawn with it
 
     @property
     def blocks(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -201,7 +201,7 @@ class ReadAhead:
         """Registers the blocks, fills their pages, and only then says that they are written. (blocks, seconds)"""
         blocks = hit + len(contents)
         there = self._cache.held(asked)
-        taken = there.blocks > hit or there.written < there.tokens  # by a pass that computes them, or those before
+        taken = there.blocks != hit or there.written < there.tokens  # by a pass that computes them, or those before
         self._cache.release(there)
         if taken or not contents:
             return 0, 0.0
@@ -221,9 +221,10 @@ class ReadAhead:
             self._cache.filling.remove(first)
             self._cache.release(lease)
 
-    def keep(self, lease: Lease) -> None:
-        """Copies blocks of a lease down that were wanted often enough and are not there yet."""
-        fresh = self._fresh(lease)
+    def keep(self, lease: Lease, writing: Collection[Run] = ()) -> None:
+        """Copies blocks of a lease down that were wanted often enough and are not there yet. writing: what a pass under
+        way may still spoil, and so is copied another time."""
+        fresh = [run for run in self._fresh(lease) if run not in writing]
         if not fresh:
             return
         held = self._cache.held_again(lease)
@@ -235,7 +236,7 @@ class ReadAhead:
         task.add_done_callback(self._storing.discard)
 
     def _fresh(self, lease: Lease) -> list[Run]:
-        fresh = [run for run in lease.runs if run.written and run.wishes >= WISHES and not run.stored]
+        fresh = [run for run in lease.runs if run.written and run.indexed and run.wishes >= WISHES and not run.stored]
         if fresh:  # else nobody looks into the tiers; what is there already may be a block computed again
             for found in self._tiers.found(lease.chain.keys[: lease.blocks]):
                 if found.sure and found.tier == self._tiers.names[0]:

@@ -200,9 +200,9 @@ def test_a_job_waits_for_what_is_fetched_or_filled():
     assert one.waits([])
     one.fetching = SimpleNamespace(done=lambda: True)
     assert not one.waits([])
-    one.lease = SimpleNamespace(tokens=6)
+    one.lease = SimpleNamespace(tokens=6, withdrawn=False)
     assert not one.waits([(0, root)]), "it has all of it"
-    one.lease = SimpleNamespace(tokens=4)
+    one.lease = SimpleNamespace(tokens=4, withdrawn=False)
     assert one.waits([(0, root)])
 
 
@@ -338,6 +338,7 @@ def test_what_an_unsound_pass_wrote_is_found_by_nobody_though_someone_else_holds
     made.finish(parts, sound=False)
     assert made.cache.hit(one.chain) == 0
     made.cache.release(held)
+    made.drop(one)
     assert made.cache.pool.free == made.cache.pool.pages
 
 
@@ -351,9 +352,11 @@ def test_an_unsound_pass_keeps_nothing_and_a_lease_that_was_written_before():
     made.finish(parts, sound=False)
     assert lease.written == 4
     assert parts[0].job.lease is not None
-    assert later.lease is None
+    assert later.lease.withdrawn
     assert made.cache.hit(later.chain) == 0
     assert made.cache.counts.withdrawn_blocks == 1
+    assert made.compose([later], 1.0)[0].group.cached == 0
+    assert not later.lease.withdrawn, "it has others"
 
 
 # --- what the cache counts, and what it keeps
@@ -369,7 +372,7 @@ def test_evicted_and_withdrawn_blocks_are_counted():
     made.clear()
     assert made.counts.evicted_blocks == 6
     lease = made.acquire(made.chain(b"", np.arange(12, dtype=np.int32)), 0.0)
-    made.withdraw([lease])
+    made.withdraw([(lease, 0)])
     made.release(lease)
     assert made.counts.withdrawn_blocks == 3
     other = made.acquire(made.chain(b"", np.arange(8, dtype=np.int32)), 0.0)

@@ -1,6 +1,7 @@
 """The index of blocks: against a model of what the pages hold, and rule by rule."""
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from batching.page_pool import PagePool
 from batching.prefix_cache import MAX_PINNED, PrefixCache
-from batching.runs import KEY_BYTES, TOKEN_BYTES, Chain, chain
+from batching.runs import KEY_BYTES, TOKEN_BYTES, Chain, Lease, chain
 from tests.attention.draw import examples
 
 PAGE = 4
@@ -47,10 +48,20 @@ def names(made, salt):
     return found
 
 
-class Machine(RuleBasedStateMachine):
-    """Random passes of random leases. The model: what each page really holds, and who may rely on it.
+@dataclass(eq=False)
+class Pass:
+    """One under way. requests: prefix, lease, and leading tokens that were written; spoiled: pages since it began."""
 
-    A pass acquires its leases, runs, and then is committed, or failed; any holder may leave at any time.
+    requests: list[tuple[Chain, Lease, int]]
+    spoiled: set[int] = field(default_factory=set)
+
+
+class Machine(RuleBasedStateMachine):
+    """Random passes of random leases, up to three at a time. The model: what each page really holds, and who may rely
+    on it.
+
+    A pass acquires its leases, runs, and then is committed, or failed; any holder may leave at any time. What a pass
+    that fails writes is spoiled, also for those that write the same at the same time.
     """
 
     leases = Bundle("leases")
@@ -58,9 +69,10 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.cache = cache(12)
-        self.content = {}  # page -> the tokens of the prefix up to its end, as written
+        self.content = {}  # page -> the tokens of the prefix up to its end, as written; None: spoiled
         self.now = 0.0
         self.running = []
+        self.asked = {}  # a prefix -> the chain by which it is looked up again
         self.live = []  # leases that nobody has released
         self.pinned = {}
 
@@ -72,6 +84,16 @@ class Machine(RuleBasedStateMachine):
 
     text = {}  # noqa: RUF012  keys -> tokens, for the messages of failing runs as well
 
+    def writes(self, one):
+        """(page, prefix) of what a pass computes."""
+        return [
+            (page, prefix)
+            for asked, lease, read in one.requests
+            for run, page, prefix in self.prefixes(asked, lease)
+            if run.begin * PAGE >= read
+        ]
+
+    @precondition(lambda self: len(self.running) < 3)
     @rule(
         target=leases,
         salt=st.sampled_from([b"a", b"b"]),
@@ -84,38 +106,44 @@ class Machine(RuleBasedStateMachine):
         made = []
         for n in range(together):
             own = tuple(tokens[: len(tokens) - n])
-            asked = chain(salt, ids(*own), PAGE)
+            asked = self.asked.setdefault((salt, own), chain(salt, ids(*own), PAGE))
             self.text[asked.keys] = own
             lease = self.cache.acquire(asked, self.now)
             for run, page, prefix in self.prefixes(asked, lease):
                 if run.written:
                     assert self.content[page] == prefix, "what is written is what was asked for"
             assert lease.hit <= lease.tokens <= asked.tokens
-            made.append([asked, lease])
+            made.append((asked, lease, lease.written))
             self.live.append(lease)
-        self.running += made
-        return multiple(*map(tuple, made)) if together > 1 else tuple(made[0])
+        self.running.append(Pass(list(made)))
+        return multiple(*made)
 
     @precondition(lambda self: self.running)
-    @rule(well=st.booleans())
-    def end(self, well):
-        """The pass ends: it writes what is not written, or fails."""
-        ran, self.running = self.running, []
+    @rule(well=st.booleans(), which=st.integers(0, 2))
+    def end(self, well, which):
+        """A pass ends: it writes what it did not find written, or fails."""
+        ran = self.running.pop(which % len(self.running))
         if not well:
-            self.cache.withdraw([lease for _, lease in ran])
+            self.fail(ran)
             return
-        for asked, lease in ran:
-            for run, page, prefix in self.prefixes(asked, lease):
-                if not run.written:
-                    self.content[page] = prefix
-        for _, lease in ran:
+        self.content |= {page: None if page in ran.spoiled else prefix for page, prefix in self.writes(ran)}
+        for _, lease, _ in ran.requests:
             self.cache.commit(lease)
+
+    def fail(self, ran):
+        pages = {page for page, _ in self.writes(ran)}
+        self.content |= dict.fromkeys(pages)
+        for other in self.running:
+            other.spoiled |= pages
+        self.cache.withdraw([(lease, read) for _, lease, read in ran.requests])
+        assert all(lease.withdrawn or read == lease.tokens for _, lease, read in ran.requests)
 
     @rule(one=consumes(leases))
     def leave(self, one):
         """A request is done, or cancelled before its pass has begun."""
-        _, lease = one
-        self.running = [entry for entry in self.running if entry[1] is not lease]
+        _, lease, _ = one
+        for each in self.running:
+            each.requests = [request for request in each.requests if request[1] is not lease]
         assert not set(lease.pages.tolist()) & set(free_pages(self.cache)), "a page in use is not free"
         self._release(lease)
 
@@ -125,7 +153,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(one=leases, seconds=st.integers(1, 5))
     def pin(self, one, seconds):
-        asked, lease = one
+        asked, lease, _ = one
         if not lease.blocks or not all(run.indexed for run in lease.runs):
             return
         before = self.kept_of(asked.salt == b"b")
@@ -164,6 +192,11 @@ class Machine(RuleBasedStateMachine):
             assert run.written or run.users, "what nobody will write is not indexed"
 
     @invariant()
+    def a_prefix_that_was_looked_up_before_is_found_as_a_new_one_is(self):
+        for (salt, own), asked in self.asked.items():
+            assert self.cache.hit(asked) == self.cache.hit(chain(salt, ids(*own), PAGE))
+
+    @invariant()
     def what_is_pinned_stays(self):
         for salt, keys, until in self.pinned.values():
             assert until <= self.now or names(self.cache, salt) >= set(keys)
@@ -172,8 +205,8 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self):
         """Once everyone has left, no page is held, and all of them can be had again."""
-        if self.running:
-            self.cache.withdraw([lease for _, lease in self.running])
+        while self.running:
+            self.fail(self.running.pop())
         for lease in list(self.live):
             self._release(lease)
             self.every_page_is_free_or_indexed_or_held_by_a_live_lease()
@@ -218,7 +251,7 @@ def test_a_pending_block_is_shared_and_a_failing_pass_withdraws_it():
     owner, sharer = made.acquire(asked, 0.0), made.acquire(asked, 0.0)
     assert (owner.hit, sharer.hit) == (0, 9)
     assert owner.written == sharer.written == 0
-    made.withdraw([owner, sharer])
+    made.withdraw([(owner, 0), (sharer, 0)])
     assert made.hit(asked) == 0
     fresh = made.acquire(asked, 0.0)
     assert not set(fresh.pages) & set(owner.pages), "others still hold the withdrawn ones"

@@ -343,10 +343,56 @@ def test_what_a_pass_computes_meanwhile_is_not_filled(ends):
         if ends == "well":
             cache.commit(lease)
         else:
-            cache.withdraw([lease])
+            cache.withdraw([(lease, 0)])
         cache.release(lease)
         assert cache.hit(asked) == (64 if ends == "well" else 0)
         sound(cache)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_where_the_beginning_is_withdrawn_meanwhile_nothing_is_filled(written):
+    """Or the blocks between would be registered as well, and be taken to be written."""
+
+    async def scenario():
+        shelf = Shelf(tier=keys_of((0, 160)))
+        cache, ahead = shelved(shelf)
+        asked = prefix(cache, 0, 160)
+        lease = cache.acquire(prefix(cache, 0, 64), 0.0)
+        if written:
+            cache.commit(lease)
+        shelf.gate.clear()
+        task = ahead.bring(asked)
+        await asyncio.sleep(0)
+        cache.withdraw([(lease, 0)])
+        cache.release(lease)
+        shelf.gate.set()
+        await task
+        assert cache.hit(asked) == 0
+        assert (shelf.contents, ahead.counts.chosen["missed"]) == ({}, 1)
+        sound(cache)
+
+    run(scenario())
+
+
+def test_what_may_be_spoiled_is_not_kept_below():
+    async def scenario():
+        shelf = Shelf(tier=[])
+        cache, ahead = shelved(shelf)
+        asked, longer = prefix(cache, 0, 64), prefix(cache, 0, 160)
+        for each in (asked, longer, longer):
+            lease = cache.acquire(each, 0.0)
+            cache.commit(lease)
+            last = cache.held_again(lease)
+            cache.release(lease)
+        ahead.keep(last, set(last.behind(64)))
+        await ahead.settle()
+        assert shelf.stored == list(asked.keys), "a pass writes the others again"
+        cache.withdraw([(last, 64)])
+        ahead.keep(last)
+        await ahead.settle()
+        assert shelf.stored == list(asked.keys)
 
     run(scenario())
 
