@@ -9,9 +9,10 @@ import numpy as np
 
 from batching.batcher import Batcher
 from batching.errors import QueueFull
+from batching.items import Item, Items
 from batching.runs import Lease
 from batching.scheduler import Asked
-from batching.types import Ints, Item, Items, RequestScores, TokenizedRequest
+from batching.types import Ints, RequestScores, TokenizedRequest
 
 HOLD_TRIES = 3  # others may take the pages of a prefix in the moment between its pass and its use
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from attention.cost import PACKED_ROWS
 from attention.layout import Ints, Layout, LayoutError, indptr, ranges
 from attention.plans import Strategy
-from batching.types import NONE, Items, PackedBatch, Reads, Scored, Shares, TokenizedRequest
+from batching.items import NONE, Items
+from batching.types import PackedBatch, Reads, Scored, Shares, TokenizedRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

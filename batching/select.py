@@ -11,7 +11,8 @@ import numpy as np
 from attention.cost import PACKED_ROWS
 from attention.plans import DENSE, ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, Strategy
 from attention.timing import CANDIDATES, TimeModel
-from batching.types import Ints, Items, TokenizedRequest
+from batching.items import Items
+from batching.types import Ints, TokenizedRequest
 
 DENSE_TOKENS = 4096  # of a request under a dense mask, whose memory grows with their square
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from batching.batcher import Batcher, BatcherLimits, Scheduling
+from batching.items import Item, Items
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
-from batching.types import Ints, Item, Items, RequestScores, TokenizedRequest
+from batching.types import Ints, RequestScores, TokenizedRequest
 from loadtest.shapes import Shape
 from scorer.config import Config
 from scorer.runtime import Runtime

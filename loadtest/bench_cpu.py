@@ -16,7 +16,8 @@ from rich.progress import track
 from rich.table import Table
 
 from attention.plans import Strategy
-from batching.types import Ints, Item, Items, TokenizedRequest
+from batching.items import Item, Items
+from batching.types import Ints, TokenizedRequest
 from scorer.config import Config
 from scorer.console import plain_console
 from scorer.runtime import Runtime

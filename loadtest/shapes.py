@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from batching.types import Item, Items, TokenizedRequest
+from batching.items import Item, Items
+from batching.types import TokenizedRequest
 from scorer.model import ATTENTION_NAME, ScoringModel
 
 # (prefix tokens, tokens of an item, items)

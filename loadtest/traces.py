@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batching.types import Item, Items, TokenizedRequest
+from batching.items import Item, Items
+from batching.types import TokenizedRequest
 
 READ, LABELS = np.zeros(1, np.int32), np.array([[1, 2]], np.int32)
 

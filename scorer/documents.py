@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS
-from batching.types import NONE, Ints
+from batching.items import NONE
+from batching.types import Ints
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import Body
 from scorer.encoder import Encoded, Encoder, Part

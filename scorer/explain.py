@@ -14,8 +14,9 @@ from attention.article import row
 from attention.cost import PACKED_ROWS, cost, shapes
 from attention.plans import Strategy
 from attention.timing import CANDIDATES, MEASURED_PREFIX, MEASURED_TOKENS, TimeModel
+from batching.items import Item, Items
 from batching.select import Measured, StrategyError, Threshold, choose
-from batching.types import Item, Items, TokenizedRequest
+from batching.types import TokenizedRequest
 from scorer.errors import ConfigError
 from scorer.explain_table import show, whose
 from scorer.lengths import MOST_TILE, MOST_TOKENS, Lengths, between, lengths_of, read_lengths

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from attention.plans import WINDOWLESS, Strategy
+from batching.items import Item, Items
 from batching.packing import Group, pack, unpack
 from batching.select import Policy, may_take
-from batching.types import Item, Items, Scored, TokenizedRequest
+from batching.types import Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.engine import Engine
 from scorer.errors import InvalidRequest, ModelError, ProfileError

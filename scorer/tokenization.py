@@ -19,8 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attention.layout import ranges
 from attention.plans import Strategy
+from batching.items import Items
 from batching.select import DENSE_TOKENS
-from batching.types import Ints, Items, TokenizedRequest
+from batching.types import Ints, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import body_of
 from scorer.config import Limits

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from attention.plans import MAX_ITEM_TOKENS, WINDOWLESS, Strategy
+from batching.items import Item, Items
 from batching.packing import Group, pack
 from batching.select import Policy, may_take
-from batching.types import Item, Items, PackedBatch, TokenizedRequest
+from batching.types import PackedBatch, TokenizedRequest
 from scorer.engine import Engine
 from scorer.memory import MemoryPlan
 from scorer.sizing import MAX_PASS_ITEMS

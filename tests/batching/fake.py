@@ -7,10 +7,11 @@ import numpy as np
 
 from attention.plans import Strategy
 from batching.batcher import Batcher, BatcherLimits, Scheduling
+from batching.items import Item
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
 from batching.select import Threshold
-from batching.types import Item, PackedBatch, Reads, TokenizedRequest
+from batching.types import PackedBatch, Reads, TokenizedRequest
 
 
 def ids(*values):

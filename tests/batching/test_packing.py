@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from attention.cost import PACKED_ROWS
 from attention.layout import LayoutError
 from attention.plans import Strategy
+from batching.items import Item, Items
 from batching.packing import Group, alone, fold, pack, unpack
 from batching.page_pool import PagePool
 from batching.select import Budget, Threshold, choose
-from batching.types import Item, Items, Reads, TokenizedRequest
+from batching.types import Reads, TokenizedRequest
 from tests.attention.draw import examples
 from tests.batching.fake import PAGE, ids, item, request
 

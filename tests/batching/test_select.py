@@ -7,8 +7,9 @@ import pytest
 
 from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS, WINDOWLESS, Strategy
 from attention.timing import CANDIDATES, Ranked, built_in
+from batching.items import Item
 from batching.select import DENSE_TOKENS, Budget, Choice, Measured, Replayed, StrategyError, Threshold, choose
-from batching.types import Item, TokenizedRequest
+from batching.types import TokenizedRequest
 
 AUTO = Threshold(64)
 

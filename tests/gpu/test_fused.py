@@ -20,8 +20,9 @@ from attention.mask import visible  # noqa: E402
 from attention.planner import plan  # noqa: E402
 from attention.plans import HeadShape, Pages, Strategy  # noqa: E402
 from attention.residency import Residency  # noqa: E402
+from batching.items import Item  # noqa: E402
 from batching.packing import Group, pack, unpack  # noqa: E402
-from batching.types import Item, TokenizedRequest  # noqa: E402
+from batching.types import TokenizedRequest  # noqa: E402
 from loadtest.shapes import LABELS, SIZES, random_model  # noqa: E402
 from scorer.engine import Engine  # noqa: E402
 from scorer.fast_path import FastPath, Mode  # noqa: E402

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 from attention.factory import make  # noqa: E402
 from attention.kv_pages import KvPages  # noqa: E402
 from attention.plans import Strategy  # noqa: E402
+from batching.items import Item  # noqa: E402
 from batching.packing import Group, pack, unpack  # noqa: E402
-from batching.types import Item, TokenizedRequest  # noqa: E402
+from batching.types import TokenizedRequest  # noqa: E402
 from scorer.engine import Engine  # noqa: E402
 from scorer.model import ATTENTION_NAME, ScoringModel  # noqa: E402
 from scorer.selfcheck import alone, packed  # noqa: E402

@@ -17,12 +17,13 @@ from attention.plans import Strategy
 from batching.batcher import Batcher, BatcherLimits
 from batching.beams import BeamOptions, EarlyStopping, Ended
 from batching.errors import DeviceFailed, Expired, QueueFull
+from batching.items import Item
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
 from batching.scheduler import Asked
 from batching.select import Threshold
 from batching.trie import Trie
-from batching.types import Item, TokenizedRequest
+from batching.types import TokenizedRequest
 from scorer.beam import BeamSearcher
 from scorer.beam_pages import BeamPages
 from scorer.beam_run import BeamRequest

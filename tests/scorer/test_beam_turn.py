@@ -10,8 +10,9 @@ from attention.decode import Decode
 from attention.plans import Strategy
 from batching.beams import BeamOptions, Candidates, EarlyStopping
 from batching.errors import DeviceFailed
+from batching.items import Item
 from batching.trie import Trie
-from batching.types import Item, TokenizedRequest
+from batching.types import TokenizedRequest
 from scorer.beam_run import BeamRequest
 from scorer.beam_steps import BeamStep, Following, ModelSteps, Stepped
 from scorer.beam_turn import Turn

@@ -8,10 +8,11 @@ import pytest
 
 from attention.plans import Strategy
 from batching.batcher import Batcher, BatcherLimits
+from batching.items import Item
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
 from batching.select import Threshold
-from batching.types import Item, TokenizedRequest
+from batching.types import TokenizedRequest
 from scorer.selfcheck import alone
 from tests.models import engine, tiny
 

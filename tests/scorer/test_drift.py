@@ -7,7 +7,8 @@ import pytest
 
 from attention.plans import Strategy
 from batching.errors import QueueFull
-from batching.types import Item, RequestScores, Scored, TokenizedRequest
+from batching.items import Item
+from batching.types import RequestScores, Scored, TokenizedRequest
 from scorer.client import build_request
 from scorer.config import Config
 from scorer.drift import Sampler, check_forever, drift

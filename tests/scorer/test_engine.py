@@ -10,8 +10,9 @@ from attention.kv_pages import KvPages
 from attention.layout import LayoutError
 from attention.plans import WINDOWLESS, Strategy
 from attention.torch_backend import TorchAttention
+from batching.items import Item
 from batching.packing import Group, pack, unpack
-from batching.types import Item, TokenizedRequest
+from batching.types import TokenizedRequest
 from scorer.engine import Engine
 from scorer.selfcheck import alone
 from tests.models import FAMILIES, engine, last_prefix_token_hidden, tiny

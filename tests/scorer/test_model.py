@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from attention.plans import Strategy
-from batching.types import Item, TokenizedRequest
+from batching.items import Item
+from batching.types import TokenizedRequest
 from scorer.config import Config
 from scorer.errors import ModelError, StartError
 from scorer.loading import load_model

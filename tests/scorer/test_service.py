@@ -19,11 +19,12 @@ from google.rpc import error_details_pb2, status_pb2
 
 from attention.plans import Strategy
 from batching.errors import Closed, DeviceFailed, Expired, QueueFull, refuse_expired
+from batching.items import Item
 from batching.page_pool import PagePool
 from batching.prefix_cache import PrefixCache
 from batching.scheduler import NOTHING_AHEAD
 from batching.select import StrategyError
-from batching.types import Item, RequestScores, Scored, TokenizedRequest
+from batching.types import RequestScores, Scored, TokenizedRequest
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.client import CHANNEL_OPTIONS, AsyncScorerClient, ScorerError, build_request
 from scorer.config import Config, Limits

@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attention.plans import WINDOWLESS, HeadShape, MaskKey, Strategy
+from batching.items import Item
 from batching.packing import Group, pack
 from batching.select import Threshold
-from batching.types import Item, TokenizedRequest
+from batching.types import TokenizedRequest
 from loadtest.shapes import SIZES
 from scorer.chunks import Chunks
 from scorer.config import Config

@@ -16,9 +16,10 @@ from attention.layout import Layout, Segment
 from attention.planner import plan
 from attention.plans import MaskKey, Pages, Strategy
 from attention.torch_backend import TorchAttention
+from batching.items import Item
 from batching.packing import Group as Packed
 from batching.packing import pack
-from batching.types import Item, Reads, TokenizedRequest
+from batching.types import Reads, TokenizedRequest
 from scorer.engine import Engine
 from scorer.follower import obey
 from scorer.fused_model import FusedModel
