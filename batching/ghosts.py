@@ -1,4 +1,4 @@
-"""How often evicted blocks were wanted, remembered for when they come again. Pure."""
+"""How often blocks that left the index were wanted, remembered for when they come again. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batching.runs import Spot, equal_blocks
 
 @dataclass(slots=True, eq=False)
 class Ghost:
-    """Blocks that were evicted together. level, wishes, spot: as of `Run`."""
+    """Blocks that were evicted or withdrawn together. level, wishes, spot: as of `Run`."""
 
     ids: bytes
     level: float
@@ -19,7 +19,8 @@ class Ghost:
 
 
 class Ghosts:
-    """What was evicted first is forgotten first: of a prefix the end before the beginning."""
+    """What left first is forgotten first: of a prefix the end before the beginning. Where some of the blocks that left
+    together come again, the others count as if they left then."""
 
     def __init__(self, most: int, block_bytes: int) -> None:
         """most: blocks that are remembered."""

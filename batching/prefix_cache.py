@@ -63,10 +63,6 @@ class PrefixCache:
     def _block_bytes(self) -> int:
         return self.page_size * TOKEN_BYTES
 
-    def runs(self) -> list[Run]:
-        """All that is indexed."""
-        return list(self._runs.values())
-
     def chain(self, salt: bytes, ids: Ints) -> Chain:
         """A prefix as the cache knows it."""
         return chain(salt, ids, self.page_size)
@@ -117,11 +113,11 @@ class PrefixCache:
         """Makes two of a run; returns the first, of so many blocks. The second is the run to all who know it."""
         size = blocks * self._block_bytes
         first = Run(
-            run.owner, run.parent, run.begin, run.ids[:size], run.pages[:blocks], Spot(), run.level, run.wishes,
+            run.owner, run.parent, run.begin, run.ids[:size], run.pages[:blocks].copy(), Spot(), run.level, run.wishes,
             run.users, 1, run.written, stored=run.stored, names=run.names and run.names[:blocks],
         )  # fmt: skip
         self._index(first)
-        run.parent, run.begin, run.ids, run.pages = first, first.end, run.ids[size:], run.pages[blocks:]
+        run.parent, run.begin, run.ids, run.pages = first, first.end, run.ids[size:], run.pages[blocks:].copy()
         run.names = run.names and run.names[blocks:]
         self._index(run)
         return first
@@ -155,7 +151,7 @@ class PrefixCache:
             pages = self._pages(missing, now)
             while len(pages):
                 lease.last = self._register(lease, pages)
-                pages = pages[len(lease.last.pages) :]
+                pages = pages[len(lease.last.pages) :].copy()
             self._ghosts.forget()
         return lease
 
@@ -165,7 +161,7 @@ class PrefixCache:
         ids = lease.chain.ids[begin * self._block_bytes : (begin + len(pages)) * self._block_bytes]
         run = Run(lease.chain.salt, parent, begin, ids, pages, Spot())
         if (ghost := self._ghosts.take(run.at, ids)) is not None:
-            run.ids, run.pages = ghost.ids, pages[: -(-len(ghost.ids) // self._block_bytes)]
+            run.ids, run.pages = ghost.ids, pages[: -(-len(ghost.ids) // self._block_bytes)].copy()
             run.level, run.wishes, run.spot = ghost.level, ghost.wishes, ghost.spot
         if parent is not None:
             parent.children += 1
@@ -201,6 +197,8 @@ class PrefixCache:
             self._withdraw(run)
 
     def _withdraw(self, run: Run) -> None:
+        self._ghosts.remember(run.at, Ghost(run.ids, run.level, run.wishes, run.spot))
+        self._ghosts.forget()
         self._unindex(run)
         self.counts.withdrawn_blocks += len(run.pages)
         if not run.users:
@@ -236,8 +234,8 @@ class PrefixCache:
         """The first ones will be taken first, so that pages that lie side by side stay so."""
         self.pool.release(pages[::-1])
 
-    def _evict(self, pages: int, now: float) -> int:
-        """Frees so many pages, or all that are not held, continued or pinned; returns how many."""
+    def _evict(self, pages: int, now: float) -> None:
+        """Frees so many pages, or all that are not held, continued or pinned."""
         freed, kept = 0, []
         while freed < pages and (run := self._order.pop()) is not None:
             blocks = min(self._loose(run, now), pages - freed)
@@ -248,7 +246,6 @@ class PrefixCache:
                 kept.append(run)
         for run in kept:
             self._order.push(run)
-        return freed
 
     def _loose(self, run: Run, now: float) -> int:
         """How many last blocks of a run may go before any other, where its last one is the next that goes."""
@@ -276,7 +273,7 @@ class PrefixCache:
             self._unindex(run)
             return
         self._blocks -= blocks
-        run.ids, run.pages, run.spot = run.ids[:size], run.pages[:keep], Spot()
+        run.ids, run.pages, run.spot = run.ids[:size], run.pages[:keep].copy(), Spot()
         run.names = run.names and run.names[:keep]
         self._ghosts.remember(run.spot, ghost)
         self._order.push(run)

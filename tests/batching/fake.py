@@ -35,9 +35,21 @@ def expected(asked, i):
 PAGE = 4
 
 
+def runs_of(cache):
+    """All that is indexed."""
+    return list(cache._runs.values())
+
+
+def evicted(cache, pages, now=0.0):
+    """Makes room; of how many blocks."""
+    before = cache.counts.evicted_blocks
+    cache._evict(pages, now)
+    return cache.counts.evicted_blocks - before
+
+
 def blocks_in_use(cache):
     """How many indexed blocks some lease holds."""
-    return sum(len(run.pages) for run in cache.runs() if run.users)
+    return sum(len(run.pages) for run in runs_of(cache) if run.users)
 
 
 class FakeDevice:

@@ -16,7 +16,7 @@ from batching.prefix_cache import PrefixCache
 from batching.scheduler import Ticket
 from batching.select import Choice
 from tests.attention.draw import examples
-from tests.batching.fake import PAGE, request
+from tests.batching.fake import PAGE, evicted, request
 
 AUTO = Strategy.DIRECT_RAGGED
 
@@ -428,7 +428,7 @@ def test_pins_end_when_their_time_comes():
     for each in (lease, other):
         made.release(each)
     assert not made.pin(made.held(made.chain(b"", np.arange(70, 74, dtype=np.int32))), 30.0, 11.0)
-    assert made._evict(1, 10.0) == 1
-    assert made._evict(1, 10.0) == 1
-    assert made._evict(1, 19.0) == 0
-    assert made._evict(1, 20.0) == 1
+    assert evicted(made, 1, 10.0) == 1
+    assert evicted(made, 1, 10.0) == 1
+    assert evicted(made, 1, 19.0) == 0
+    assert evicted(made, 1, 20.0) == 1

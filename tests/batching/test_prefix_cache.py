@@ -13,6 +13,7 @@ from batching.page_pool import PagePool
 from batching.prefix_cache import MAX_PINNED, PrefixCache
 from batching.runs import KEY_BYTES, TOKEN_BYTES, Chain, Lease, chain
 from tests.attention.draw import examples
+from tests.batching.fake import runs_of
 
 PAGE = 4
 
@@ -40,7 +41,7 @@ def free_pages(made):
 def names(made, salt):
     """Of the indexed blocks of one salt."""
     found = set()
-    for run in (run for run in made.runs() if run.owner == salt):
+    for run in (run for run in runs_of(made) if run.owner == salt):
         path = [run]
         while path[0].parent is not None:
             path.insert(0, path[0].parent)
@@ -175,20 +176,20 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_free_or_indexed_or_held_by_a_live_lease(self):
         free, holders, used = free_pages(self.cache), Counter(run for lease in self.live for run in lease.runs), []
-        for run in {*holders, *self.cache.runs()}:
+        for run in {*holders, *runs_of(self.cache)}:
             used += run.pages.tolist()
             assert run.users == holders[run]
-        assert len(self.cache) == sum(len(run.pages) for run in self.cache.runs())
+        assert len(self.cache) == sum(len(run.pages) for run in runs_of(self.cache))
         assert sorted([*free, *used]) == list(range(self.cache.pool.pages)), "none is lost, none in two places"
 
     @invariant()
     def whole_beginnings_are_indexed(self):
-        for run in self.cache.runs():
+        for run in runs_of(self.cache):
             assert run.parent is None or run.parent.indexed
             assert run.parent is None or run.parent.written or not run.written
             assert run.begin == (run.parent.end if run.parent is not None else 0)
             assert len(run.pages) == -(-len(run.ids) // (PAGE * TOKEN_BYTES)) > 0
-            assert run.children == sum(other.parent is run for other in self.cache.runs())
+            assert run.children == sum(other.parent is run for other in runs_of(self.cache))
             assert run.written or run.users, "what nobody will write is not indexed"
 
     @invariant()

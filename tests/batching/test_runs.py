@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from batching.eviction import HALF_LIFE, EvictionOrder
 from batching.ghosts import Ghost, Ghosts
 from batching.page_pool import PagePool
-from batching.prefix_cache import PrefixCache
+from batching.prefix_cache import GHOSTS, PrefixCache
 from batching.runs import TOKEN_BYTES, Run, Spot, chain, equal_blocks
 from tests.attention.draw import examples
 from tests.batching.plain_cache import PlainCache
@@ -21,36 +21,150 @@ def ids(*values):
     return np.array(values, np.int32)
 
 
-# A prefix is a beginning of one of a few long texts, perhaps with an end of its own; and it is held a while.
-CALL = st.tuples(st.integers(0, 3), st.integers(0, 40), st.lists(st.integers(0, 2), max_size=6), st.integers(0, 3))
 COSTS = {"tokens": lambda before, tokens: float(tokens), "attention": lambda before, tokens: tokens * (9.0 + before)}
+TEXTS = np.random.default_rng(0).integers(0, 3, (4, 40)).tolist()
+# A prefix is a beginning of one of a few long texts, perhaps with an end of its own.
+PREFIX = st.tuples(st.integers(0, 3), st.integers(0, 40), st.lists(st.integers(0, 2), max_size=6)).map(
+    lambda drawn: (*TEXTS[drawn[0]][: drawn[1]], *drawn[2])
+)
 
 
-@settings(examples(200))
-@given(pages=st.integers(1, 24), cost=st.sampled_from(sorted(COSTS)), calls=st.lists(CALL, max_size=80))
+class Both:
+    """The same done to the cache and to the plain one. live: leases that nobody has released: (the cache's, the plain
+    one's, leading tokens that were written as it was taken)."""
+
+    def __init__(self, pages, cost, ghosts):
+        self.made, self.plain = PrefixCache(PagePool(pages), PAGE, cost), PlainCache(pages, PAGE, cost, ghosts)
+        self.made._ghosts._most = ghosts * pages
+        self.live = []
+        self.now = 0.0
+
+    def take(self, how, salt, prefix):
+        asked = self.made.chain(salt, ids(*prefix))
+        hit = self.plain.hit(salt, prefix)
+        assert (self.made.hit(asked), self.made.hit_blocks(asked)) == (hit, -(-hit // PAGE))
+        given = (self.now,) if how != "held" else ()
+        lease, plain = getattr(self.made, how)(asked, *given), getattr(self.plain, how)(salt, prefix, *given)
+        assert lease.hit == hit
+        self.live.append((lease, plain, lease.written))
+
+    def fill(self, salt, prefix):
+        """Somebody fills the pages of a prefix for another."""
+        self.take("registered", salt, prefix)
+        filled = self.live.pop()
+        self.take("acquire", salt, prefix)
+        self.made.commit(filled[0])
+        self.plain.commit(filled[1])
+        self.made.release(filled[0])
+        self.plain.release(filled[1])
+
+    def commit(self, which):
+        for lease, plain, _ in self.some(which):
+            self.made.commit(lease)
+            self.plain.commit(plain)
+
+    def fail(self, which, many):
+        failed = [one for n in range(many) for one in self.some(which + n)]
+        self.made.withdraw([(lease, read) for lease, _, read in failed])
+        self.plain.withdraw([(plain, read) for _, plain, read in failed])
+
+    def again(self, which):
+        for lease, plain, read in self.some(which):
+            self.live.append((self.made.held_again(lease), self.plain.again(plain), read))
+
+    def release(self, which):
+        for one in self.some(which):
+            self.live.remove(one)
+            self.made.release(one[0])
+            self.plain.release(one[1])
+
+    def pin(self, which, seconds):
+        for lease, plain, _ in self.some(which):
+            until = self.now + seconds
+            assert self.made.pin(lease, until, self.now) == self.plain.pin(plain, until, self.now)
+
+    def store(self, which, blocks):
+        for lease, plain, _ in self.some(which):
+            if not lease.withdrawn:
+                self.made.mark_stored(lease, blocks)
+                for block in plain[:blocks]:
+                    block.stored = True
+
+    def clear(self):
+        self.made.clear()
+        self.plain.clear()
+
+    def some(self, which):
+        """One of the leases, if there are any."""
+        return [self.live[which % len(self.live)]] if self.live else []
+
+    def assert_alike(self):
+        made, plain, counts = self.made, self.plain, self.made.counts
+        assert (len(made), made.pool.free, made._ghosts.blocks) == (len(plain.blocks), plain.free, len(plain.ghosts))
+        assert (counts.evicted_blocks, counts.withdrawn_blocks) == (plain.evicted, plain.withdrawn)
+        assert (counts.hit_tokens, counts.missed_tokens) == (plain.hits, plain.misses)
+        assert kept(made._pins, self.now) == kept(plain.pins, self.now)
+        for lease, blocks, _ in self.live:
+            assert (lease.blocks, lease.tokens) == (len(lease.pages), blocks[-1].end if blocks else 0)
+            assert lease.written == plain.written(blocks)
+            ours = [(r.indexed, r.written, r.stored, r.wishes) for r in lease.runs for _ in range(r.begin, r.end)]
+            assert ours == [(block.indexed, block.written, block.stored, block.wishes) for block in blocks]
+
+
+def kept(pins, now):
+    """Blocks, by owner."""
+    pins._expire(now)
+    return +pins._kept
+
+
+WHICH, SALT = st.integers(0, 99), st.sampled_from([b"a", b"b"])
+CALLS = st.one_of(
+    *[st.tuples(st.just(Both.take), st.just("acquire"), SALT, PREFIX)] * 4,
+    st.tuples(st.just(Both.take), st.just("held"), SALT, PREFIX),
+    st.tuples(st.just(Both.fill), SALT, PREFIX),
+    *[st.tuples(st.just(how), WHICH) for how in (Both.commit, Both.release) for _ in range(4)],
+    st.tuples(st.just(Both.again), WHICH),
+    st.tuples(st.just(Both.fail), WHICH, st.integers(1, 3)),
+    st.tuples(st.just(Both.pin), WHICH, st.integers(1, 30)),
+    st.tuples(st.just(Both.store), WHICH, st.integers(0, 11)),
+    st.tuples(st.just(Both.clear)),
+)
+
+
+@settings(examples(300))
+@given(pages=st.integers(1, 40), cost=st.sampled_from(sorted(COSTS)), calls=st.lists(CALLS, min_size=30, max_size=80))
+def test_whatever_is_done_it_is_block_for_block_what_the_plain_one_is(pages, cost, calls):
+    """Passes end well or not, in any order; what left is never forgotten, as that goes by pieces."""
+    both = Both(pages, COSTS[cost], ghosts=1000)
+    for how, *what in calls:
+        both.now += 1.0
+        how(both, *what)
+        both.assert_alike()
+    while both.live:
+        both.release(0)
+    both.clear()
+    both.assert_alike()
+    assert both.made.pool.free == pages
+
+
+@settings(examples(150))
+@given(
+    pages=st.integers(1, 24),
+    cost=st.sampled_from(sorted(COSTS)),
+    calls=st.lists(st.tuples(PREFIX, st.integers(0, 3)), max_size=80),
+)
 def test_it_keeps_and_remembers_block_for_block_what_the_plain_one_does(pages, cost, calls):
-    made = PrefixCache(PagePool(pages), PAGE, COSTS[cost])
-    plain = PlainCache(pages, PAGE, COSTS[cost])
-    texts = np.random.default_rng(0).integers(0, 3, (4, 40)).tolist()
-    live = []
-    for text, length, end, stays in calls:
-        live = [(lease, names, left - 1) for lease, names, left in live]
-        for lease, names, _ in (each for each in live if each[2] < 0):
-            made.release(lease)
-            plain.release(names)
-        live = [each for each in live if each[2] >= 0]
-        prefix = (*texts[text][:length], *end)
-        asked = made.chain(b"", ids(*prefix))
-        assert made.hit(asked) == plain.hit(prefix)
-        lease, names = made.acquire(asked, 0.0), plain.acquire(prefix)
-        made.commit(lease)
-        live.append((lease, names, stays))
-        assert lease.tokens == (len(names[-1]) if names else 0)
-        wishes = [run.wishes for run in lease.runs for _ in run.pages]
-        assert wishes == [plain.blocks[name].wishes for name in names]
-        assert (made.counts.evicted_blocks, len(made), made._ghosts.blocks) == (
-            plain.evicted, len(plain.blocks), len(plain.ghosts),
-        )  # fmt: skip
+    """Of one tenant, whose passes all end well, and which holds each prefix a while."""
+    both, stays = Both(pages, COSTS[cost], GHOSTS), []
+    for prefix, stay in calls:
+        stays = [left - 1 for left in stays]
+        while -1 in stays:
+            both.release(stays.index(-1))
+            stays.remove(-1)
+        both.take("acquire", b"", prefix)
+        both.commit(len(stays))
+        stays.append(stay)
+        both.assert_alike()
 
 
 @settings(examples(200))
@@ -123,6 +237,34 @@ def test_pages_that_lay_side_by_side_still_do_for_who_gets_them_next():
         assert lease.pages.tolist() == [0, 1, 2, 3]
         made.commit(lease)
         made.release(lease)
+
+
+def test_what_is_left_of_a_prefix_keeps_the_ids_of_no_more_pages_than_it_has():
+    made = PrefixCache(PagePool(8), PAGE)
+    for prefix in (range(32), range(12), range(32, 48)):  # it is cut in two, and then half of it goes
+        lease = made.acquire(made.chain(b"", ids(*prefix)), 0.0)
+        made.commit(lease)
+        made.release(lease)
+    left = made.held(made.chain(b"", ids(*range(32))))
+    assert [len(run.pages) for run in left.runs] == [3, 1]
+    lease = made.acquire(made.chain(b"", ids(*range(32))), 0.0)
+    assert [(len(run.pages), run.pages.base) for run in lease.runs] == [(3, None), (1, None), (4, None)]
+
+
+def test_what_continues_withdrawn_blocks_is_still_remembered():
+    made = PrefixCache(PagePool(8), PAGE)
+    whole, begun = made.chain(b"", ids(*range(16))), made.chain(b"", ids(*range(4)))
+    for asked, well in ((whole, True), (whole, True), (begun, False), (whole, True)):
+        lease = made.acquire(asked, 0.0)
+        wishes = [run.wishes for run in lease.runs for _ in run.pages]
+        if well:
+            made.commit(lease)
+        else:
+            made.withdraw([(lease, 0)])
+        made.release(lease)
+        made.clear()
+    assert wishes == [4, 3, 3, 3]
+    assert made._ghosts.blocks == 4
 
 
 def test_a_run_is_worth_what_its_last_block_is():

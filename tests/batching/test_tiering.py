@@ -10,7 +10,7 @@ from batching.pass_time import FittedPassTime, Work
 from batching.prefix_cache import PrefixCache
 from batching.tiering import TRY_AGAIN, WISHES, Found, Rates, ReadAhead
 from loadtest.virtual_time import run
-from tests.batching.fake import blocks_in_use
+from tests.batching.fake import blocks_in_use, runs_of
 
 PAGE = 16
 SIZE = 1 << 20  # bytes of a block
@@ -267,7 +267,7 @@ def keys_of(*prefixes):
 
 def sound(cache):
     """No page is lost, no block is held, and what is indexed is a written beginning."""
-    assert all(run.users == 0 and run.written and (run.parent is None or run.parent.indexed) for run in cache.runs())
+    assert all(run.users == 0 and run.written and (run.parent is None or run.parent.indexed) for run in runs_of(cache))
     assert cache.pool.free + len(cache) == cache.pool.pages
 
 

@@ -18,6 +18,7 @@ from scorer.client import ScorerError, build_request
 from scorer.config import Config
 from scorer.profile import Profile, record_golden
 from scorer.runtime import Runtime
+from tests.batching.fake import blocks_in_use
 from tests.scorer.test_service import count, served
 
 TOLERANCE = 1e-4
@@ -148,4 +149,4 @@ def pages_in_use(batcher):
     """Pages that some request holds; checks that each is free or in the index of what is kept for later."""
     cache = batcher.cache
     assert cache.pool.free + len(cache) == cache.pool.pages
-    return sum(len(run.pages) for run in cache.runs() if run.users)
+    return blocks_in_use(cache)

@@ -26,7 +26,7 @@ from loadtest.traces import Profile, calls
 from loadtest.virtual_time import run as virtual
 from scorer.client import AsyncScorerClient, ScorerError, build_request
 from scorer.metrics import Metrics
-from tests.batching.fake import Counting, FakeDevice, TimedDevice, assert_right, batcher, request
+from tests.batching.fake import Counting, FakeDevice, TimedDevice, assert_right, batcher, evicted, request
 from tests.batching.test_batcher import pages_held
 from tests.cases.live import PROFILE, live
 from tests.models import tiny
@@ -164,7 +164,7 @@ def test_same_request_twice(given, directory, tmp_path):
         for response in again:
             assert response.usage.cached_prefix_tokens == prefix
         for _ in range(len(cache) // 2):
-            assert cache._evict(1, 0.0)
+            assert evicted(cache, 1, 0.0)
         again.append(server.score("what is the capital", documents))
         assert 0 < again[-1].usage.cached_prefix_tokens < prefix
         for response in again:

@@ -25,6 +25,7 @@ from scorer.kv_codec import CODECS  # noqa: E402
 from scorer.kv_copies import PORTION, PageCopies  # noqa: E402
 from scorer.kv_stores import HostStore  # noqa: E402
 from scorer.kv_tiers import KvTiers  # noqa: E402
+from tests.batching.fake import blocks_in_use  # noqa: E402
 
 PAGE, LAYERS, KEPT = 16, 4, 256
 SHAPE = torch.Size((PAGE, 8, 128))
@@ -111,7 +112,7 @@ def test_prefixes_that_come_back_beside_running_passes_score_as_before():
                 np.testing.assert_allclose(await scored(tested, [requests[i] for i in order]), truth[order], atol=0.12)
         await tested.drain()
         assert tested.ahead.counts.chosen["fetch"] > 8
-        assert not any(run.users for run in tested.cache.runs())
+        assert not blocks_in_use(tested.cache)
 
     try:
         asyncio.run(run())

@@ -10,6 +10,7 @@ from batching.beams import BeamOptions
 from batching.errors import DeviceFailed
 from scorer.beam_run import BeamRequest
 from scorer.beam_steps import ModelSteps
+from tests.batching.fake import blocks_in_use
 from tests.models import tiny
 from tests.scorer.test_beam import BEAM_PAGES, KEPT, prompt_of, search, searcher
 
@@ -66,7 +67,7 @@ async def under_way(made):
 
 def free(made, batcher, cached=0):
     """Whether nobody holds anything, and so many tokens are cached."""
-    batcher_free = not any(run.users for run in batcher.cache.runs())
+    batcher_free = not blocks_in_use(batcher.cache)
     hit = batcher.cache.hit(batcher.cache.chain(b"\0", REQUEST.prompt[:-1]))
     return made._pages._pool.free == BEAM_PAGES and batcher_free and hit == cached
 

@@ -14,6 +14,7 @@ from batching.prefix_cache import PrefixCache
 from batching.select import Threshold
 from batching.types import TokenizedRequest
 from scorer.selfcheck import alone
+from tests.batching.fake import evicted
 from tests.models import engine, tiny
 
 TOLERANCE = 1e-4
@@ -103,7 +104,7 @@ def test_what_is_cached_is_not_computed_and_changes_nothing(strategy, family, pa
             assert_alone(model, request, answer)
             yield_cached.append(answer.cached_prefix_tokens)
         while made.cache.pool.free < made.cache.pool.pages - len(prefix) // page_size // 2:
-            assert made.cache._evict(1, 0.0)
+            assert evicted(made.cache, 1, 0.0)
         answer = await made.submit(full)
         assert_alone(model, full, answer)
         assert 0 <= answer.cached_prefix_tokens < len(prefix) or page_size == 16

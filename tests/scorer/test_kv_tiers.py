@@ -30,6 +30,7 @@ from scorer.kv_file import ALIGNMENT, FileStore
 from scorer.kv_remote import RemoteStore
 from scorer.kv_stores import HostStore
 from scorer.kv_tiers import FAULTS, KvTiers
+from tests.batching.fake import blocks_in_use
 from tests.models import tiny
 from tests.redis_server import needs_redis, redis_server
 from tests.scorer.test_cache_neutral import asked, assert_alone, ids, log_odds
@@ -472,7 +473,7 @@ def scenario(stores, check, codec="exact"):
             await check(batcher, tiers, request, rng)
             await batcher.drain()
             cache = batcher.cache
-            assert not any(run.users for run in cache.runs())
+            assert not blocks_in_use(cache)
             assert cache.pool.free + len(cache) == cache.pool.pages
         finally:
             engine.close()
