@@ -387,10 +387,11 @@ class Batcher:
         """Lets go of the pages of those that ended, or whose callers went away while they ran, and of pages that may be
         spoiled; but not while another pass uses them."""
         running = {part.job for part in self.passes.running}
+        writing = self.passes.writing() if self.ahead is not None else set()
         for job in (part.job for part in parts if part.job not in running):
             if job.ticket not in self._jobs:
                 if self.ahead is not None and job.lease is not None:
-                    self.ahead.keep(job.lease, self.passes.writing())
+                    self.ahead.keep(job.lease, writing)
                 self._composer.drop(job)
             elif job.lease is not None and job.lease.withdrawn:
                 self._composer.drop(job)

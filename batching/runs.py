@@ -154,15 +154,15 @@ class Lease:
     @property
     def runs(self) -> list[Run]:
         """In order. What was one run may be two later."""
-        runs, run = [], self.last
-        while run is not None:
-            runs.append(run)
-            run = run.parent
-        return runs[::-1]
+        return self.behind(0)[::-1]
 
     def behind(self, tokens: int) -> list[Run]:
-        """Its runs from so many leading tokens on."""
-        return [run for run in self.runs if run.begin * self.chain.page_size >= tokens]
+        """Its runs from so many leading tokens on, the last one first."""
+        first, runs, run = -(-tokens // self.chain.page_size), [], self.last
+        while run is not None and run.begin >= first:
+            runs.append(run)
+            run = run.parent
+        return runs
 
     @property
     def withdrawn(self) -> bool:
