@@ -12,10 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from attention.layout import Ints, Layout, ranges
+from attention.layout import NONE, Ints, Layout, ranges
 from attention.plans import Launch, Pages, Plan, slots_in
-
-NONE = np.zeros(0, np.int32)
 
 
 class Draft:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+NONE = np.zeros(0, np.int32)
 
 
 class LayoutError(ValueError):

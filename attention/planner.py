@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention.cost import GROUP_ROWS, PACKED_ROWS, bins
-from attention.draft import NONE, Draft
-from attention.layout import Ints, Layout, LayoutError, indptr, ranges, siblings
+from attention.draft import Draft
+from attention.layout import NONE, Ints, Layout, LayoutError, indptr, ranges, siblings
 from attention.mask import visible
 from attention.plans import (
     MAX_ITEM_TOKENS,

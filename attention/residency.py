@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.layout import Ints, Layout
+from attention.layout import NONE, Ints, Layout
 from attention.plans import Pages, Plan, slots_in
-
-NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

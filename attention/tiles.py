@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attention.cuts import Cut, cut_rows
-from attention.layout import Ints, indptr, ranges
+from attention.layout import NONE, Ints, indptr, ranges
 from attention.plans import Launch, MaskKind, RaggedKv
 
 # Columns of a tile: rows [ROW, ROW + ROWS); keys at slots [SLOT, SLOT + SLOTS) of `slots`; runs [RUN, RUN_END) of
@@ -24,7 +24,6 @@ COLUMNS = 12  # a power of two is not needed, a multiple of 16 bytes is
 PROCESSORS = 132  # of an H100 or H200; two CTAs of the kernel share one
 SHORTEST_SPLIT = 256  # keys: a shorter part costs more to merge than it saves
 WAVES = 2  # parts that a processor should get when there are too few tiles: as many as it runs at once
-NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,9 +10,7 @@ from typing import overload
 
 import numpy as np
 
-from attention.layout import Ints, indptr, ranges
-
-NONE = np.zeros(0, np.int32)
+from attention.layout import NONE, Ints, indptr, ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)

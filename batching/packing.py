@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention.cost import PACKED_ROWS
-from attention.layout import Ints, Layout, LayoutError, indptr, ranges
+from attention.layout import NONE, Ints, Layout, LayoutError, indptr, ranges
 from attention.plans import Strategy
-from batching.items import NONE, Items
+from batching.items import Items
 from batching.types import PackedBatch, Reads, Scored, Shares, TokenizedRequest
 
 
@@ -227,7 +227,7 @@ def alone(batch: PackedBatch, number: int) -> PackedBatch:
         read_indptr=batch.read_indptr[share.first : share.last + 1] - first,
         read_ids=batch.read_ids[first:last],
         normalize=batch.normalize[share.first : share.last],
-        shares=Shares((share.request,), (share.item,), (0, share.last - share.first), (Strategy.DIRECT_RAGGED,)),
+        shares=Shares((share.request,), (share.item,), [0, share.last - share.first], (Strategy.DIRECT_RAGGED,)),
         pages=tuple(batch.pages[segment] for segment in path),
         packed_rows=batch.packed_rows,
     )

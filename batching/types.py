@@ -81,7 +81,7 @@ class Shares(Sequence[Share]):
     __slots__ = ("bounds", "items", "requests", "strategies")
 
     def __init__(
-        self, requests: Sequence[int], items: Sequence[int], bounds: Sequence[int], strategies: Sequence[Strategy]
+        self, requests: Sequence[int], items: Sequence[int], bounds: list[int], strategies: Sequence[Strategy]
     ) -> None:
         self.requests, self.items, self.bounds, self.strategies = requests, items, bounds, strategies
 

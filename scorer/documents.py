@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from attention.layout import NONE
 from attention.plans import ITEM_LIMITED, MAX_ITEM_TOKENS
-from batching.items import NONE
 from batching.types import Ints
 from prefixrank.v1 import scorer_pb2 as pb
 from scorer.body import Body
@@ -123,30 +123,32 @@ class Documents:
         for batch in _batches(raw):
             encoded = self._encoder.following_texts([raw[index] for index in batch], self._prefix_end)
             for index, own in zip(batch, encoded, strict=True):
-                reads[index] = self._whole(own, given.targets[index], room)
+                reads[index] = self._whole(own, int(own.max(initial=0)), given.targets[index], room)
         for batch in _batches(texts):
             read = self.read_texts([texts[index] for index in batch], cutting, room, tail)
             reads.update(zip(batch, read, strict=True))
         return [reads[index] for index in range(len(given.documents))]
 
     def _read_ids(self, documents: Sequence[pb.Document], targets: Sequence[int], room: int) -> list[Read]:
-        """The documents given as ids."""
+        """The documents given as ids: checked and narrowed all at once."""
         given, lengths = _joined(documents)
+        narrow = given.astype(np.int32)  # where the vocabulary ends before 2^31, and so do all that are scored
+        highest = _highest(given, lengths)
         reads, begin = [], 0
-        for target, length in zip(targets, lengths, strict=True):
-            reads.append(self._whole(given[begin : begin + length], target, room))
+        for target, length, most in zip(targets, lengths, highest, strict=True):
+            reads.append(self._whole(narrow[begin : begin + length], most, target, room))
             begin += length
         return reads
 
-    def _whole(self, ids: Ints | NDArray[np.uint32], targets: int, room: int) -> Read:
-        """A document that is the whole item already."""
-        if len(ids) and (highest := int(ids.max())) >= self._vocabulary_size:
+    def _whole(self, ids: Ints, highest: int, targets: int, room: int) -> Read:
+        """A document that is the whole item already. highest: of its ids."""
+        if highest >= self._vocabulary_size:
             return Read(Status.INVALID, f"token id {highest} is not below {self._vocabulary_size}")
         if not len(ids):
             return Read(Status.EMPTY, "the document has no tokens")
         if len(ids) > room:
             return _too_long(len(ids), room, "a document given as the whole item is never cut")
-        return Read(Status.OK, "", ids.astype(np.int32), targets, len(ids), len(ids))
+        return Read(Status.OK, "", ids, targets, len(ids), len(ids))
 
     def read_texts(self, texts: Sequence[str], cutting: Cutting, room: int, tail: Tail) -> list[Read]:
         """The same for documents given as text, which the profile's template goes around."""
@@ -182,10 +184,22 @@ class Documents:
 def _joined(documents: Sequence[pb.Document]) -> tuple[NDArray[np.uint32], list[int]]:
     """The ids of documents given as such, one after the other, and how many each has."""
     parts = [document.token_ids.ids for document in documents]
-    ids = pb.TokenIds().ids  # from one field an array is made many times as fast as from many
+    ids = (
+        pb.TokenIds().ids
+    )  # from one field an array is made faster than from many: with protobuf 6 or newer, many times
     for part in parts:
         ids.extend(part)
     return np.asarray(ids, np.uint32), list(map(len, parts))
+
+
+def _highest(ids: NDArray[np.uint32], lengths: Sequence[int]) -> list[int]:
+    """The highest id of each of the documents that these ids are of, 0 where it has none."""
+    counts = np.array(lengths, np.int64)
+    highest, some = np.zeros(len(counts), np.int64), np.flatnonzero(counts)
+    if len(some):
+        highest[some] = np.maximum.reduceat(ids, (np.cumsum(counts) - counts)[some])
+    found: list[int] = highest.tolist()
+    return found
 
 
 def _too_long(tokens: int, limit: int, why: str) -> Read:

@@ -87,6 +87,20 @@ def test_a_score_is_handed_to_all_and_paid_for_no_more():
     assert len(flight) == 0
 
 
+def test_a_late_score_of_one_that_left_takes_nothing_from_those_who_came_since():
+    """The pass that computed it for the first was still running."""
+    made, flight = composer(), InFlight()
+    first = joined(made, request([1], [2, 2]), flight)
+    first.take([0])
+    flight.leave(first)
+    second = joined(made, request([1], [2, 2]), flight)
+    first.put_back([0])
+    assert flight.scored(first, [0], ["late"]) == []
+    third = joined(made, request([1], [2, 2]), flight)
+    assert (len(flight), second.count, third.count) == (1, 1, 0)
+    assert flight.scored(second, [0], ["score"]) == [second, third]
+
+
 def test_who_pays_nothing_leaves_nothing_to_pay():
     made, flight = composer(), InFlight()
     first = joined(made, request([1, 2], [5] * 7), flight)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -539,6 +539,34 @@ def test_whole_items_that_do_not_fit_or_are_no_items():
     assert [d.status for d in found.documents] == expected
     assert found.documents[1].original_document_tokens == room + 1
     assert "4294967295" in found.documents[7].message
+
+
+ROOM = 25
+GIVEN = {  # by the status of each: how a document is that is given as the whole item
+    (7,): "ok",
+    (519,) * ROOM: "ok",
+    (7,) * (ROOM + 1): "too_long",
+    (): "empty",
+    (520,): "invalid",
+    (1, 2**32 - 1): "invalid",
+    (2**31, 1): "invalid",
+}
+
+
+@given(st.lists(st.sampled_from(list(GIVEN)), min_size=1, max_size=6))
+@example([(7,), ()])
+@example([(), (7,)])
+@example([(7,), (520,)])
+@example([(7,), (7,) * (ROOM + 1)])
+def test_where_all_documents_are_ids_each_has_its_own_verdict_and_its_own_ids(given_ids):
+    by = tokenization(max_context_tokens=ROOM + 3)
+    documents = [pb.Document(token_ids=pb.TokenIds(ids=ids)) for ids in given_ids]
+    found = by.tokenize(pb.ScoreRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), documents=documents))
+    assert [d.status for d in found.documents] == [GIVEN[ids] for ids in given_ids]
+    scored = [ids for ids in given_ids if GIVEN[ids] == "ok"]
+    assert [d.item for d in found.documents if d.status == "ok"] == list(range(len(scored)))
+    made = [] if found.request is None else [tuple(item.ids.tolist()) for item in found.request.items]
+    assert made == scored
 
 
 def test_items_read_the_labels_behind_their_last_token():
