@@ -331,3 +331,29 @@ def test_the_oldest_is_forgotten_first_and_its_end_before_its_beginning():
     assert made.take(b"new", ids(*range(4)).tobytes()) is None
     assert made.take(b"old", ids(*range(4)).tobytes()) is None
     assert made.blocks == 3
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=5),
+    wishes=st.lists(st.integers(0, 4), min_size=5, max_size=40),
+)
+@examples(60)
+def test_the_least_worth_goes_first_by_wishes_that_count_half_a_half_life_later(cost, lengths, wishes):
+    """Written out for the last block of each of a few prefixes of one run, in a pool of a page: late wishes weigh."""
+    order, cache = EvictionOrder(1, PAGE, COSTS[cost]), PrefixCache(PagePool(100), PAGE)
+    leases = [cache.registered(cache.chain(b"", ids(n, *[7] * (length - 1))), 0.0) for n, length in enumerate(lengths)]
+    weights, counted = [0.0] * len(leases), 0
+    for one in [*range(len(leases)), *(wish % len(leases) for wish in wishes)]:
+        order.want(leases[one])
+        counted += leases[one].blocks
+        weights[one] += 2.0 ** (counted / HALF_LIFE)
+    worth = {}
+    for lease, weight in zip(leases, weights, strict=True):
+        before = (lease.blocks - 1) * PAGE
+        worth[lease.last] = weight * COSTS[cost](before, lease.tokens - before)
+        lease.last.users, lease.last.written = 0, True
+        order.push(lease.last)
+    gone = [worth[run] for run in iter(order.pop, None)]
+    assert len(gone) == len(leases)
+    assert gone == pytest.approx(sorted(gone))
