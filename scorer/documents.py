@@ -92,34 +92,33 @@ class Documents:
     ) -> Reads:
         """A verdict on each of the request's documents. room: how many tokens an item may have."""
         limited = options.strategy in _ITEM_LIMITED
-        if given.contents.count("token_ids") == len(given.contents) and not any(given.targets):
-            ids, lengths = _joined(given.documents)
+        places = [index for index, content in enumerate(given.contents) if content == "token_ids"]
+        ids, lengths = _joined([given.documents[index] for index in places])
+        if len(places) == len(given.contents) and not any(given.targets):
             most = min(room, MAX_ITEM_TOKENS) if limited else room
             if 0 < min(lengths) <= max(lengths) <= most and int(ids.max()) < self._vocabulary_size:
                 return Reads.all_whole(ids.astype(np.int32), lengths)
-        made = self._read_each(given, cutting, room, tail)
+        whole = self._read_ids(ids, lengths, [given.targets[index] for index in places], room)
+        made = self._read_others(given, dict(zip(places, whole, strict=True)), cutting, room, tail)
         for index, (read, target) in enumerate(zip(made, given.targets, strict=True)):
             if read.ids is not None and target >= len(read.ids):
                 bad.add(f"documents[{index}].target_tokens", f"fewer than the item's {len(read.ids)} tokens", target)
         return Reads.of([_within_strategy(read, options.strategy) for read in made] if limited else made)
 
-    def _read_each(self, given: Given, cutting: Cutting, room: int, tail: Tail) -> list[Read]:
-        reads: dict[int, Read] = {}
+    def _read_others(self, given: Given, reads: dict[int, Read], cutting: Cutting, room: int, tail: Tail) -> list[Read]:
+        """reads: of the documents given as ids; completed and put in order."""
         texts: dict[int, str] = {}
         raw: dict[int, str] = {}
-        ids: list[int] = []
         for index, (document, _, content, _) in enumerate(zip(*given, strict=True)):
             if content == "token_ids":
-                ids.append(index)
-            elif content == "raw_text" and (least := self._encoder.least_tokens(document.raw_text)) > room:
+                continue
+            if content == "raw_text" and (least := self._encoder.least_tokens(document.raw_text)) > room:
                 told = f"at least {least} tokens in {len(document.raw_text)} characters, at most {room} fit"
                 reads[index] = Read(Status.TOO_LONG, told, original_document_tokens=least)
             elif is_blank(text := document.text if content == "text" else document.raw_text):
                 reads[index] = Read(Status.EMPTY, "the document has no visible text")
             else:
                 (texts if content == "text" else raw)[index] = text
-        read = self._read_ids([given.documents[i] for i in ids], [given.targets[i] for i in ids], room)
-        reads.update(zip(ids, read, strict=True))
         for batch in _batches(raw):
             encoded = self._encoder.following_texts([raw[index] for index in batch], self._prefix_end)
             for index, own in zip(batch, encoded, strict=True):
@@ -129,9 +128,10 @@ class Documents:
             reads.update(zip(batch, read, strict=True))
         return [reads[index] for index in range(len(given.documents))]
 
-    def _read_ids(self, documents: Sequence[pb.Document], targets: Sequence[int], room: int) -> list[Read]:
-        """The documents given as ids: checked and narrowed all at once."""
-        given, lengths = _joined(documents)
+    def _read_ids(
+        self, given: NDArray[np.uint32], lengths: Sequence[int], targets: Sequence[int], room: int
+    ) -> list[Read]:
+        """The documents given as ids, of so many each: checked and narrowed all at once."""
         narrow = given.astype(np.int32)  # where the vocabulary ends before 2^31, and so do all that are scored
         highest = _highest(given, lengths)
         reads, begin = [], 0
@@ -184,9 +184,7 @@ class Documents:
 def _joined(documents: Sequence[pb.Document]) -> tuple[NDArray[np.uint32], list[int]]:
     """The ids of documents given as such, one after the other, and how many each has."""
     parts = [document.token_ids.ids for document in documents]
-    ids = (
-        pb.TokenIds().ids
-    )  # from one field an array is made faster than from many: with protobuf 6 or newer, many times
+    ids = pb.TokenIds().ids  # from one field an array is made faster than from many, with a new protobuf many times
     for part in parts:
         ids.extend(part)
     return np.asarray(ids, np.uint32), list(map(len, parts))

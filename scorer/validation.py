@@ -34,7 +34,7 @@ class Violations:
 
 
 class Given(NamedTuple):
-    """A request's documents by column, read once: each look into a message costs as much as a look into a list.
+    """A request's documents by column, read once: a look into a message costs more than one into a list.
 
     ids       empty ones filled in
     contents  which form each has; None where it has none
